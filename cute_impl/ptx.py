@@ -1,0 +1,126 @@
+"""Device-side instructions with one spelling each: what is written here is what runs.
+
+Both the DSL's compiler and ptxas contract a plain product and a later plain sum into one FMA, and
+may not touch the ``.rn`` forms. Kernels therefore call these functions wherever a rounding matters.
+Each function is one PTX instruction (PTX ISA, "Floating-Point Instructions"); its bits are modelled
+by the function of the same name in ``reference.numerics``.
+"""
+
+from cutlass import Float32, Int32
+from cutlass.cute.arch import inline_ptx
+
+
+def _f32(instruction: str, *operands: Float32) -> Float32:
+    """One instruction that takes and returns f32."""
+    slots = ", ".join(f"{{$r{i}}}" for i in range(len(operands)))
+    values = [Float32(x) for x in operands]
+    return inline_ptx(f"{instruction} {{$w0}}, {slots};", write_only_types=[Float32], read_only_args=values)
+
+
+def add_rn(a: Float32, b: Float32) -> Float32:
+    """a + b, rounded once."""
+    return _f32("add.rn.f32", a, b)
+
+
+def sub_rn(a: Float32, b: Float32) -> Float32:
+    """a − b, rounded once."""
+    return _f32("sub.rn.f32", a, b)
+
+
+def mul_rn(a: Float32, b: Float32) -> Float32:
+    """a · b, rounded once."""
+    return _f32("mul.rn.f32", a, b)
+
+
+def div_rn(a: Float32, b: Float32) -> Float32:
+    """a / b, rounded once."""
+    return _f32("div.rn.f32", a, b)
+
+
+def fma_rn(a: Float32, b: Float32, c: Float32) -> Float32:
+    """a · b + c, rounded once."""
+    return _f32("fma.rn.f32", a, b, c)
+
+
+def max_f32(a: Float32, b: Float32) -> Float32:
+    """The larger operand; a NaN loses to a number, −0 to +0."""
+    return _f32("max.f32", a, b)
+
+
+def rcp_rn(a: Float32) -> Float32:
+    """1 / a, rounded once."""
+    return _f32("rcp.rn.f32", a)
+
+
+def ex2_approx_ftz(a: Float32) -> Float32:
+    """2^a by the special-function unit."""
+    return _f32("ex2.approx.ftz.f32", a)
+
+
+def rcp_approx_ftz(a: Float32) -> Float32:
+    """1 / a by the special-function unit."""
+    return _f32("rcp.approx.ftz.f32", a)
+
+
+def rsqrt_approx(a: Float32) -> Float32:
+    """1 / √a by the special-function unit, subnormal inputs scaled."""
+    return _f32("rsqrt.approx.f32", a)
+
+
+def rsqrt_approx_ftz(a: Float32) -> Float32:
+    """1 / √a by the special-function unit, subnormal inputs flushed."""
+    return _f32("rsqrt.approx.ftz.f32", a)
+
+
+def lg2_approx_ftz(a: Float32) -> Float32:
+    """log2 a by the special-function unit."""
+    return _f32("lg2.approx.ftz.f32", a)
+
+
+def tanh_approx(a: Float32) -> Float32:
+    """tanh a by the special-function unit."""
+    return _f32("tanh.approx.f32", a)
+
+
+def _packed(instruction: str, lo: Float32, hi: Float32) -> Int32:
+    """A conversion of two f32 to one packed word, ``lo`` in its low half."""
+    return inline_ptx(instruction, write_only_types=[Int32], read_only_args=[Float32(hi), Float32(lo)])
+
+
+def cvt_bf16x2(lo: Float32, hi: Float32) -> Int32:
+    """Two f32 to bf16, nearest even; ``lo`` in bits 0 … 15."""
+    return _packed("cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", lo, hi)
+
+
+def cvt_f16x2(lo: Float32, hi: Float32) -> Int32:
+    """Two f32 to fp16, nearest even; ``lo`` in bits 0 … 15."""
+    return _packed("cvt.rn.f16x2.f32 {$w0}, {$r0}, {$r1};", lo, hi)
+
+
+def cvt_e4m3x2(lo: Float32, hi: Float32) -> Int32:
+    """Two f32 to e4m3, nearest even, saturating; ``lo`` in bits 0 … 7, ``hi`` in bits 8 … 15."""
+    return _packed("{ .reg .b16 h; cvt.rn.satfinite.e4m3x2.f32 h, {$r0}, {$r1}; cvt.u32.u16 {$w0}, h; }", lo, hi)
+
+
+def mma_sync(form: str, a: list[Int32], b: list[Int32], c: list) -> tuple:
+    """d = a · b + c for one warp; fragments are laid out as in the PTX ISA ("Matrix Fragments").
+
+    ``form`` is what follows ``mma.sync.aligned.``, for instance ``m16n8k16.row.col.f32.bf16.bf16.f32``;
+    ``c`` holds Float32, or Int32 where the accumulator is fp16.
+    """
+    kind = type(c[0])
+    names = [f"{{$r{i}}}" for i in range(len(a) + len(b) + len(c))]
+    fragments = [
+        "{" + ", ".join(group) + "}"
+        for group in (
+            [f"{{$w{i}}}" for i in range(len(c))],
+            names[: len(a)],
+            names[len(a) : len(a) + len(b)],
+            names[len(a) + len(b) :],
+        )
+    ]
+    return inline_ptx(
+        f"mma.sync.aligned.{form} {', '.join(fragments)};",
+        write_only_types=[kind] * len(c),
+        read_only_args=[*a, *b, *c],
+    )

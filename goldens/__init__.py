@@ -1,0 +1,17 @@
+"""What is demanded of a kernel: cases, their stored bits, and verdicts. Needs neither cutlass nor a GPU."""
+
+from goldens.case import Case, Kernel
+from goldens.fmha import KERNEL as _FMHA
+
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_FMHA,)}
+
+
+def find(case_id: str) -> Case:
+    """The case of an id such as ``fmha/d64-n64-normal``; ValueError with the nearest ids if there is none."""
+    import difflib
+
+    cases = {case.id: case for kernel in KERNELS.values() for case in kernel.cases}
+    if case_id not in cases:
+        near = ", ".join(difflib.get_close_matches(case_id, cases, cutoff=0.4)) or "run `goldens list`"
+        raise ValueError(f"case: got {case_id!r}, there is none of this id; nearest: {near}")
+    return cases[case_id]

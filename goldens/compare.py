@@ -1,0 +1,215 @@
+"""From two tensors to a verdict: bits against exact, ULPs against the model, error against the oracle.
+
+One comparator on integer bit patterns. The class of a number (finite, infinite, NaN) comes before any
+distance: a finite value where inf is wanted fails whatever the tolerance. Missing, extra, empty and
+misshapen outputs fail with words of their own.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from reference.numerics import ulp
+from reference.numerics.formats import BF16, E4M3, FP16, encode
+
+_NARROW = {form.dtype: form for form in (BF16, FP16, E4M3)}
+WORST = 10  # elements listed in a failing verdict
+_BUCKETS = (0, 1, 2, 4, 8, 16, 64, 256, 1 << 12, 1 << 16)
+
+
+@dataclass(frozen=True)
+class Element:
+    """One differing element: its index, bit patterns, values, distance, and where the kernel made it."""
+
+    index: tuple[int, ...]
+    got_bits: str
+    want_bits: str
+    got: float
+    want: float
+    ulps: float
+    where: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What comparing one output with a golden says; ``reason`` is empty if it passed.
+
+    against: "exact" or "model". differing: elements whose bits (exact) differ or that exceed their bound (model).
+    worst_class: elements of the wrong class. max_ulps: the largest distance among finite pairs, in ULPs of the output
+    format. zero_signs: elements that differ in nothing but the sign of zero (exact). histogram: elements by |ULPs|
+    (upper ends of buckets). used: the largest share of the bound used (model). mean_away: the mean of
+    sign(want) · (got − want) in ULPs. inexact: the share of elements off by anything.
+    ratio: root-mean-square error against the oracle over that of the model rounded to the same format.
+    """
+
+    output: str
+    against: str
+    passed: bool
+    reason: str
+    elements: int = 0
+    differing: int = 0
+    worst_class: int = 0
+    zero_signs: int = 0
+    max_ulps: float = 0.0
+    histogram: dict[str, int] = field(default_factory=dict)
+    used: float | None = None
+    mean_away: float | None = None
+    inexact: float | None = None
+    ratio: float | None = None
+    worst: tuple[Element, ...] = ()
+
+
+Locate = Callable[[tuple[int, ...]], dict[str, int]]
+
+
+def check_names(outputs: Mapping[str, Any], wanted: Mapping[str, Tensor], against: str) -> list[Verdict]:
+    """A failing verdict for each missing or extra output."""
+    missing = [
+        Verdict(n, against, False, "missing: the candidate returned no such output") for n in wanted if n not in outputs
+    ]
+    extra = [Verdict(n, against, False, "extra: the golden has no such output") for n in outputs if n not in wanted]
+    return missing + extra
+
+
+def check_form(output: str, against: str, got: Any, want: Tensor, dtype: torch.dtype) -> Verdict | None:
+    """A failing verdict if ``got`` is no tensor of the right dtype and shape, or holds no element; else None."""
+    if not isinstance(got, Tensor):
+        return Verdict(output, against, False, f"got {type(got).__name__}, wanted a tensor")
+    if got.dtype != dtype:
+        return Verdict(output, against, False, f"dtype: got {got.dtype}, wanted {dtype}")
+    if got.shape != want.shape:
+        return Verdict(output, against, False, f"shape: got {tuple(got.shape)}, wanted {tuple(want.shape)}")
+    if want.numel() == 0:
+        return Verdict(output, against, False, "empty: there is no element to judge")
+    return None
+
+
+def against_exact(
+    output: str, got: Tensor, want: Tensor, values: bool = False, locate: Locate | None = None
+) -> Verdict:
+    """Equal bits, or how many differ and by how much. ``values``: NaN equals NaN and −0 equals +0."""
+    refused = check_form(output, "exact", got, want, want.dtype)
+    if refused:
+        return refused
+    got = got.to(want.device)
+    distance = ulp.distance(got, want)
+    got_class, want_class = ulp.number_class(got), ulp.number_class(want)
+    differing = ulp.bits(got) != ulp.bits(want)
+    if values:
+        differing = torch.where((got_class == ulp.NAN) & (want_class == ulp.NAN), False, distance != 0)
+    wrong_class = got_class != want_class
+    count, classes, zeros = (int(x.sum()) for x in (differing, differing & wrong_class, differing & (distance == 0)))
+    finite = (got_class == ulp.FINITE) & (want_class == ulp.FINITE)
+    ulps = torch.where(finite, distance, 0)
+    listed = torch.where((got_class == ulp.NAN) | (want_class == ulp.NAN), torch.nan, distance.to(torch.float64))
+    rank = torch.where(differing, torch.where(wrong_class, 1 << 62, distance), -1)
+    reason = f"{count} of {got.numel()} elements differ" if count else ""
+    return Verdict(
+        output=output,
+        against="exact",
+        passed=count == 0,
+        reason=reason + _of_them(classes, "in class (finite, inf, NaN)") + _of_them(zeros, "only in the sign of zero"),
+        elements=got.numel(),
+        differing=count,
+        worst_class=classes,
+        zero_signs=zeros,
+        max_ulps=float(ulps.max()),
+        histogram=_histogram(ulps[finite].to(torch.float64)) if count else {"0": got.numel()},
+        worst=_worst(got, want, rank, listed, locate) if count else (),
+    )
+
+
+def against_model(
+    output: str, got: Tensor, model: Tensor, oracle: Tensor, bound: Tensor, locate: Locate | None = None
+) -> Verdict:
+    """Held per element to |got − model| ≤ ½ ULP + bound, ULPs being those of ``got``'s format at that magnitude.
+
+    model: fp32; oracle: fp64; bound: fp64, what candidate and model together may be apart before rounding.
+    """
+    known = isinstance(got, Tensor) and got.dtype in (torch.float32, *_NARROW)
+    refused = check_form(output, "model", got, model, got.dtype if known else torch.float32)
+    if refused:
+        return refused
+    got, wide, want = got.to(model.device), got.to(model.device, torch.float64), model.to(torch.float64)
+    # A number beyond the format's largest becomes what the format makes of it.
+    rounded = model if got.dtype == torch.float32 else encode(model, _NARROW[got.dtype])
+    got_class, want_class = ulp.number_class(got), ulp.number_class(rounded)
+    finite = (got_class == ulp.FINITE) & (want_class == ulp.FINITE)
+    wrong_class = (got_class != want_class) | ((want_class == ulp.INFINITE) & (wide.sign() != want.sign()))
+    unit = ulp.size(want, got.dtype)
+    # The rounding may happen one binade up if the bound reaches there.
+    allowed = 0.5 * ulp.size(want.abs() + bound, got.dtype) + bound
+    error = torch.where(finite, (wide - want).abs(), 0.0)
+    exceeds = torch.where(finite, ~(error <= allowed), wrong_class)  # a bound that is NaN excuses nothing
+    signed = torch.where(finite, (wide - want) * want.sign() / unit, 0.0)
+    ulps = error / unit
+    count, classes = int(exceeds.sum()), int(wrong_class.sum())
+    share = torch.where(finite, error / allowed, 0.0)
+    rank = torch.where(exceeds, torch.where(wrong_class, torch.inf, error / allowed), -1.0)
+    reason = f"{count} of {got.numel()} elements exceed their bound" if count else ""
+    return Verdict(
+        output=output,
+        against="model",
+        passed=count == 0,
+        reason=reason + _of_them(classes, "in class (finite, inf, NaN)"),
+        elements=got.numel(),
+        differing=count,
+        worst_class=classes,
+        max_ulps=float(ulps.max()),
+        histogram=_histogram(ulps[finite]),
+        used=float(share.max()),
+        mean_away=float(signed.mean()),
+        inexact=float((error > 0).to(torch.float64).mean()),
+        ratio=_error_ratio(wide, model, oracle, got.dtype, finite),
+        worst=_worst(got, model, rank, ulps, locate) if count else (),
+    )
+
+
+def _of_them(count: int, what: str) -> str:
+    return f", {count} of them {what}" if count else ""
+
+
+def _error_ratio(got: Tensor, model: Tensor, oracle: Tensor, dtype: torch.dtype, finite: Tensor) -> float | None:
+    """RMS error of ``got`` over that of the model in the same format; None if the model has no error."""
+    truth = oracle[finite]
+    own = ((model.to(dtype).to(torch.float64)[finite] - truth) ** 2).mean().sqrt()
+    mine = ((got[finite] - truth) ** 2).mean().sqrt()
+    return float(mine / own) if float(own) > 0 else None
+
+
+def _histogram(ulps: Tensor) -> dict[str, int]:
+    """Elements by upper end of their bucket of |ULPs|; the last bucket is open."""
+    result, low = {}, -1.0
+    for high in (*_BUCKETS, math.inf):
+        count = int(((ulps > low) & (ulps <= high)).sum())
+        if count:
+            result[str(high)] = count
+        low = high
+    return result
+
+
+def _worst(got: Tensor, want: Tensor, rank: Tensor, ulps: Tensor, locate: Locate | None) -> tuple[Element, ...]:
+    """The elements of highest rank (negative ones left out), worst first; of equals the first."""
+    flat = rank.reshape(-1)
+    order = flat.sort(descending=True, stable=True).indices[:WORST]
+    result = []
+    for position in order.tolist():
+        if flat[position] < 0:
+            break
+        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
+        result.append(
+            Element(
+                index=index,
+                got_bits=f"0x{int(ulp.bits(got[index])):0{2 * got.dtype.itemsize}x}",
+                want_bits=f"0x{int(ulp.bits(want[index])):0{2 * want.dtype.itemsize}x}",
+                got=float(got[index]),
+                want=float(want[index]),
+                ulps=float(ulps[index]),
+                where=locate(index) if locate else {},
+            )
+        )
+    return tuple(result)

@@ -1,0 +1,285 @@
+"""FMHA's cases, input recipes, tolerances, and where in a schedule an output element is made."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from goldens import inputs as draw
+from goldens.case import Case, Kernel, Tensors
+from reference import fmha as reference
+from reference.numerics.formats import to_bf16
+
+_UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
+_TINY = 2.0**-126
+
+# --- inputs -------------------------------------------------------------------------------------------
+
+
+def _normal(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    return {name: draw.normal_bf16(f"{label}/{name}", q if name == "q" else kv) for name in ("q", "k", "v")}
+
+
+def _wide(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    spread = {"q": (-12, 3), "k": (-12, 3), "v": (-40, 40)}
+    return {n: draw.wide_bf16(f"{label}/{n}", q if n == "q" else kv, *spread[n]) for n in ("q", "k", "v")}
+
+
+def _cancel(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """The second half of each score's products undoes the first, values alternate in sign."""
+    x = _normal(label, q, kv)
+    half = q[2] // 2
+    x["q"][..., half:] = x["q"][..., :half]
+    x["k"][..., half:] = -x["k"][..., :half]
+    x["k"][..., -1] = draw.normal_bf16(f"{label}/rest", kv[:2])
+    x["v"][:, 1::2] = -x["v"][:, 0::2]
+    return x
+
+
+def _ties(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Equal weights and small integer values: means of 64 · 2^n integers, many halfway between two bf16."""
+    values = draw.integers(f"{label}/v", kv, 128, 256)
+    return {
+        "q": torch.zeros(q, dtype=torch.bfloat16),
+        "k": draw.normal_bf16(f"{label}/k", kv),
+        "v": to_bf16(values.to(torch.float32)),
+    }
+
+
+def _subnormal(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    return _normal(label, q, kv) | {"v": draw.wide_bf16(f"{label}/v", kv, -127, -124)}
+
+
+def _zeros(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Zeros of both signs in q, k and v."""
+    sign = {n: draw.integers(f"{label}/{n}", q if n == "q" else kv, 0, 2) for n in ("q", "k", "v")}
+    return {n: to_bf16(torch.where(s == 1, -0.0, 0.0)) for n, s in sign.items()}
+
+
+def _overflow(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Every 16th key has scores around the largest fp32: some of their chains overflow, to either side."""
+    x = _normal(label, q, kv)
+    exponent = torch.where(torch.arange(kv[1]) % 16 == 0, 2.0**62, 2.0**-60)[:, None]
+    return x | {
+        "q": to_bf16(x["q"].to(torch.float32) * 2.0**62),
+        "k": to_bf16(x["k"].to(torch.float32) * exponent),
+    }
+
+
+def _negative(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """All scores far below zero, where only differences to the maximum matter."""
+    x = _normal(label, q, kv)
+    near = {n: to_bf16(x[n].to(torch.float32) * 0.125 + (8.0 if n == "q" else -8.0)) for n in ("q", "k")}
+    return near | {"v": x["v"]}
+
+
+def _dominant(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """One key in the second half of each sequence outweighs the others by about e^80."""
+    x = _normal(label, q, kv)
+    direction = draw.normal_bf16(f"{label}/direction", (1, 1, q[2]))
+    x["q"] = to_bf16(x["q"].to(torch.float32) * 0.125 + direction.to(torch.float32))
+    x["k"][:, kv[1] * 3 // 4] = to_bf16(direction[:, 0].to(torch.float32) * (80.0 / q[2] ** 0.5))
+    return x
+
+
+def _constant(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """All keys of a sequence equal: every visible weight is the same."""
+    x = _normal(label, q, kv)
+    x["k"] = x["k"][:, :1].expand(kv).contiguous()
+    return x
+
+
+def _nan(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """NaN in one query row, one key of the second half, and one value in the last row."""
+    x = _normal(label, q, kv)
+    x["q"][:, q[1] // 3, 5] = torch.nan
+    x["k"][:, kv[1] * 2 // 3, 7] = torch.nan
+    x["v"][:, -1, 9] = torch.nan
+    return x
+
+
+def _inf(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Infinities of both signs in single elements of q, k and v."""
+    x = _normal(label, q, kv)
+    x["q"][:, q[1] // 3, 5] = torch.inf
+    x["k"][:, kv[1] * 2 // 3, 7] = -torch.inf
+    x["v"][:, kv[1] // 2, 9] = torch.inf
+    x["v"][:, -1, 11] = -torch.inf
+    return x
+
+
+def _bits(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Any bit patterns; q and k keep to 2^±20 so that not every row is NaN, one sequence of v is all bits."""
+    x = {n: draw.wide_bf16(f"{label}/{n}", q if n == "q" else kv, -20, 2) for n in ("q", "k")}
+    return x | {"v": draw.bits_bf16(f"{label}/v", kv)}
+
+
+Recipe = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensors]
+RECIPES: dict[str, Recipe] = {
+    "normal": _normal,
+    "wide": _wide,
+    "cancel": _cancel,
+    "ties": _ties,
+    "subnormal": _subnormal,
+    "zeros": _zeros,
+    "overflow": _overflow,
+    "negative": _negative,
+    "dominant": _dominant,
+    "constant": _constant,
+    "nan": _nan,
+    "inf": _inf,
+    "bits": _bits,
+}
+_EXACT_ONLY = {
+    "overflow": "whether a score overflows depends on the order of its sum",
+    "nan": "k2 visits masked keys, and 0 · NaN is NaN",
+    "inf": "k2 visits masked keys, and 0 · inf is NaN",
+    "bits": "k2 visits masked keys, and 0 · inf is NaN",
+}
+
+
+def inputs(case: Case) -> Tensors:
+    """q [B·Hq, Nq, d], k and v [B·Hkv, Nk, d], bf16, of a case."""
+    dims = case.dims
+    q = (dims["batch"] * dims["heads_q"], dims["n_q"], dims["d"])
+    kv = (dims["batch"] * dims["heads_kv"], dims["n_k"], dims["d"])
+    return RECIPES[case.recipe](case.id, q, kv)
+
+
+# --- cases --------------------------------------------------------------------------------------------
+
+
+def make_case(
+    d: int,
+    causal: bool,
+    n: int | tuple[int, int],
+    recipe: str,
+    *,
+    batch: int = 1,
+    heads: tuple[int, int] = (1, 1),
+    scale: float | None = None,
+    seed: int = 0,
+    committed: bool = True,
+) -> Case:
+    """A case by its dimensions; n is N, or (Nq, Nk); heads is (Hq, Hkv) of one batch."""
+    n_q, n_k = (n, n) if isinstance(n, int) else n
+    length = f"n{n_q}" if n_q == n_k else f"q{n_q}-k{n_k}"
+    parts = [f"d{d}", "causal" if causal else "", length, f"b{batch}" if batch > 1 else ""]
+    parts += [f"h{heads[0]}-{heads[1]}" if heads != (1, 1) else "", "" if scale is None else f"scale{scale:g}", recipe]
+    parts += [f"s{seed}" if seed else ""]
+    dims = {"batch": batch, "heads_q": heads[0], "heads_kv": heads[1], "n_q": n_q, "n_k": n_k, "d": d}
+    q, k = (batch * heads[0], n_q, d), (batch * heads[1], n_k, d)
+    return Case(
+        kernel="fmha",
+        name="-".join(part for part in parts if part),
+        dims=dims,
+        params={"causal": causal, "scale": scale},
+        recipe=recipe,
+        seed=seed,
+        schedules=() if reference.k2_refusal(q, k) else ("k2",),
+        committed=committed,
+        exact_only=_EXACT_ONLY.get(recipe),
+    )
+
+
+_CASES = (
+    # Every recipe, each with and without a mask where the mask changes what is computed.
+    *(make_case(64, causal, 64, "normal") for causal in (False, True)),
+    *(make_case(64, True, 128, recipe) for recipe in ("nan", "dominant", "inf", "bits")),
+    *(make_case(64, False, 64, recipe) for recipe in ("ties", "subnormal", "zeros", "overflow", "constant", "wide")),
+    *(make_case(64, True, 64, recipe) for recipe in ("negative", "cancel")),
+    # Both widths, several tiles, batches, a scale of the caller's.
+    make_case(128, False, 64, "normal"),
+    make_case(128, True, 128, "normal"),
+    make_case(128, True, 64, "wide"),
+    make_case(128, False, 64, "nan"),
+    make_case(64, True, 64, "normal", batch=2),
+    make_case(64, False, 64, "normal", scale=0.5),
+    make_case(64, True, 512, "normal"),
+    # Beyond k2: other lengths, ragged ends, rows without keys, grouped heads.
+    make_case(64, True, (65, 64), "normal"),
+    make_case(64, True, (17, 80), "normal"),
+    make_case(64, False, (1, 65), "normal"),
+    make_case(64, True, 33, "normal", heads=(4, 2)),
+    # On demand.
+    make_case(128, True, 256, "normal", committed=False),
+    make_case(128, False, 512, "normal", committed=False),
+    make_case(64, True, 1024, "dominant", committed=False),
+    make_case(128, False, 1024, "normal", committed=False),
+    make_case(64, False, 2048, "wide", committed=False),
+    make_case(128, True, 4096, "normal", committed=False),
+)
+
+
+# --- tolerances ---------------------------------------------------------------------------------------
+
+# Roundings, in units u = 2^-24 of fp32, by where they enter. With M the row's maximum, R = M − s the distance of a
+# score below it, A = scale · Σ|q·k|, T the number of key tiles, and weights w that sum to 1:
+#   score     (score · A): d products and sums and the scale, d + 1 roundings
+#   weight    (range · R + weight): x · log2e is rounded, and log2e itself; each ex2 errs by at most 2^-22 = 4u. In k2
+#             the weight is exp(s − m) times a factor α for each later tile; their exponents add up to R.
+#   numerator (value): a chain over the keys of a tile and one rounding a tile
+#   sum       (total): 16 adds, 2 shuffles, one rounding a tile
+#   quotient  (last): reciprocal (1 ULP = 2u) and product, or one division
+# so, with E = score·A + range·R + weight,
+#   |error of o| ≤ u · [Σ w|v|(E + value) + |o| Σ w(E + total) + last·|o|],
+# plus what underflow may drop: 2^-126 for each exponential, times the largest |v|. A factor 1.01 pays for products of
+# errors.
+
+
+def _roundings(d: int, n: int, schedule: str) -> dict[str, float]:
+    tiles = -(-n // 64)
+    if schedule == "k2":
+        return {"score": d + 1, "range": 3, "weight": 4.0 * tiles, "value": 64 + tiles, "total": 18 + tiles, "last": 3}
+    if schedule == "model":
+        return {"score": d + 2, "range": 1, "weight": 2, "value": n + 1, "total": 1.0 * n.bit_length(), "last": 1}
+    raise ValueError(f"schedule: got {schedule!r}, a bound is derived for k2 and model")
+
+
+def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
+    """fp64 bounds on |o − oracle| before o is rounded to its format, and on |lse − oracle| of the model."""
+    q, k, v = (tensors[name].to(torch.float64) for name in ("q", "k", "v"))
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scale = reference.scale_of(q.shape[2], params)
+    c = _roundings(q.shape[2], k.shape[1], schedule)
+    keep = reference.visible(q.shape[1], k.shape[1], params.get("causal", False), q.device)
+    s = torch.where(keep, q @ k.transpose(1, 2) * scale, -torch.inf)
+    a = torch.where(keep, q.abs() @ k.abs().transpose(1, 2) * scale, 0.0)
+    largest = s.amax(-1, keepdim=True) if k.shape[1] else torch.full_like(q[..., :1], -torch.inf)
+    empty = largest == -torch.inf
+    distance = torch.where(keep, largest - s, 0.0)
+    w = torch.where(keep & ~empty, torch.exp(-distance), 0.0)
+    total = w.sum(-1, keepdim=True)
+    w = w / torch.where(empty, 1.0, total)
+    relative = c["score"] * a + c["range"] * distance + c["weight"]
+    o = w @ torch.where(v.isfinite(), v, 0.0)
+    sums = (w * (relative + c["total"])).sum(-1, keepdim=True)
+    errors = (w * (relative + c["value"])) @ v.abs() + o.abs() * sums + c["last"] * o.abs()
+    dropped = _TINY * 2 * k.shape[1] * v.abs().amax((1, 2), keepdim=True) if k.shape[1] else 0.0
+    result = {"o": 1.01 * _UNIT * errors + dropped}
+    if schedule == "model":
+        lse = torch.where(empty, 0.0, largest + torch.log(torch.where(empty, 1.0, total)))
+        score = (c["score"] * w * a).sum(-1, keepdim=True) + c["score"] * a.amax(-1, keepdim=True)
+        result["lse"] = (1.01 * _UNIT * (sums + score + 3 * lse.abs() + 2 * largest.abs()).nan_to_num(0.0))[..., 0]
+    return result
+
+
+def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> dict[str, int]:
+    """The CTA (tile of 64 rows, batch), warp, lane and register of schedule ``k2`` that made an element of o."""
+    if (schedule, output) != ("k2", "o"):
+        return {}
+    batch, row, column = index
+    per_thread = case.dims["d"] // 4
+    thread = row % 64 * 4 + column // per_thread
+    return {
+        "tile": row // 64,
+        "batch": batch,
+        "warp": thread // 32,
+        "lane": thread % 32,
+        "register": column % per_thread,
+    }
+
+
+KERNEL = Kernel("fmha", reference, _CASES, inputs, bound, locate)

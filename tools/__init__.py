@@ -1,0 +1,1 @@
+"""The command line ``goldens`` and its reports."""
