@@ -124,3 +124,45 @@ def mma_sync(form: str, a: list[Int32], b: list[Int32], c: list) -> tuple:
         write_only_types=[kind] * len(c),
         read_only_args=[*a, *b, *c],
     )
+
+
+def bf16_lo(word: Int32) -> Float32:
+    """The bf16 in bits 0 … 15 of a word, widened by a shift."""
+    return inline_ptx("shl.b32 {$w0}, {$r0}, 16;", write_only_types=[Float32], read_only_args=[Int32(word)])
+
+
+def bf16_hi(word: Int32) -> Float32:
+    """The bf16 in bits 16 … 31 of a word, widened by a mask."""
+    return inline_ptx("and.b32 {$w0}, {$r0}, 0xffff0000;", write_only_types=[Float32], read_only_args=[Int32(word)])
+
+
+def ld_v4(space: str, address, kind: type = Int32) -> tuple:
+    """Four 32-bit words at a 16-byte aligned address; ``space`` is what follows ``ld.``, such as ``relaxed.sys.global``."""
+    return inline_ptx(
+        f"ld.{space}.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
+        write_only_types=[kind] * 4,
+        read_only_args=[address],
+    )
+
+
+def st_v4(space: str, address, words: list) -> None:
+    """Four 32-bit words to a 16-byte aligned address; ``space`` is what follows ``st.``."""
+    inline_ptx(
+        f"st.{space}.v4.b32 [{{$r0}}], {{{{$r1}}, {{$r2}}, {{$r3}}, {{$r4}}}};",
+        read_only_args=[address, *words],
+    )
+
+
+def mapa(address: Int32, rank: Int32) -> Int32:
+    """The cluster address of what lies at ``address`` in the shared memory of CTA ``rank``."""
+    return inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[address, rank]
+    )
+
+
+def st_async(address: Int32, value: Float32, barrier: Int32) -> None:
+    """Four bytes to a cluster address; their arrival counts 4 on the mbarrier, a cluster address of the same CTA."""
+    inline_ptx(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
+        read_only_args=[address, Float32(value), barrier],
+    )

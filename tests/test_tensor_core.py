@@ -89,7 +89,7 @@ def slow_fused_sum(
     if isinstance(start, Special):
         specials.append(start)
     else:
-        terms.append((start, exponent if start else -126))
+        terms.append((start, exponent if start else -133))
     if specials:
         total = sum(specials)
         sign = (total < 0) << (LAYOUTS[accumulator][0] - 1)
@@ -241,8 +241,8 @@ BIG = 2.0**100
             "bf16", [(0.0, BIG), (2.0**-60, 1.0)], 2.0**-80, 2.0**-60 + 2.0**-80, id="zero-products-do-not-align"
         ),
         pytest.param("fp16", [(0.0, 1.0)] * 15, 2.0**-60, 2.0**-60, id="zero-fp16-products-do-not-align"),
-        pytest.param("bf16", [(2.0**-76, 2.0**-76)], 0.0, 0.0, id="zero-c-aligns-at-its-smallest-exponent"),
-        pytest.param("bf16", [(2.0**-76, 2.0**-76)] * 15, 0.0, 0.0, id="even-fifteen-of-2^-152"),
+        pytest.param("bf16", [(2.0**-75, 2.0**-74), (-(2.0**-80), 2.0**-80)], 0.0, 2.0**-149, id="zero-c-is-at-2^-133"),
+        pytest.param("bf16", [(2.0**-76, 2.0**-76)] * 15, 0.0, 2.0**-149, id="fifteen-of-2^-152"),
         pytest.param("bf16", [(2.0**-75, 1.5 * 2.0**-75)] * 4, 0.0, 3 * 2.0**-149, id="subnormal-sum-of-2^-151-parts"),
         pytest.param("bf16", [(2.0**-75, 2.0**-75)], 3 * 2.0**-149, 3 * 2.0**-149, id="subnormal-cut-toward-zero"),
         pytest.param("bf16", [(2.0**-133, 2.0**20)], 0.0, 2.0**-113, id="subnormal-operands-are-not-flushed"),

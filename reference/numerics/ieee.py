@@ -1,8 +1,8 @@
 """IEEE 754 binary32 with one rounding an operation: the ``.rn`` instructions of PTX.
 
-PyTorch's element-wise fp32 operations round once each, on the CPU and on CUDA tensors, and calls are
-not contracted with each other. NaN payloads depend on the machine; what is stored goes through
-``formats.canonical_nan`` or a conversion. Subnormals are kept; ``require_subnormals`` refuses a CPU
+PyTorch's element-wise sums, differences, products and quotients round once each, on the CPU and on
+CUDA tensors, and calls are not contracted with each other; its square root does not (see ``sqrt_rn``).
+NaN payloads depend on the machine; what is stored goes through ``formats.canonical_nan`` or a conversion. Subnormals are kept; ``require_subnormals`` refuses a CPU
 that another library has switched to flush them.
 
 The fused multiply-add: the product of two fp32 is exact in fp64; the fp64 sum with c is rounded to
@@ -59,8 +59,12 @@ def rcp_rn(a: Tensor) -> Tensor:
 
 
 def sqrt_rn(a: Tensor) -> Tensor:
-    """√a in fp32, rounded once (``sqrt.rn.f32``)."""
-    return torch.sqrt(a)
+    """√a in fp32, rounded once (``sqrt.rn.f32``).
+
+    By way of fp64: torch's own fp32 root is off by an ULP at one input in 200 on CPUs where MKL computes it. The root
+    of an fp32 is at least 2^-27 ULP away from every midpoint, which is 4 ULP of fp64: its error does no harm.
+    """
+    return torch.sqrt(a.to(torch.float64)).to(torch.float32)
 
 
 def max_f32(a: Tensor, b: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Callable
 import torch
 from torch import Tensor
 
-from reference.numerics.ieee import CPU_BLOCK_ELEMS, add_rn, has_tiny_products, sum_to_narrow
+from reference.numerics.ieee import CPU_BLOCK_ELEMS, add_rn, fma_rn, has_tiny_products, sum_to_narrow
 
 
 def chain_add(x: Tensor, dim: int = -1) -> Tensor:
@@ -14,6 +14,34 @@ def chain_add(x: Tensor, dim: int = -1) -> Tensor:
     for part in x.unbind(dim):
         total = add_rn(total, part)
     return total
+
+
+def chain_fma(a: Tensor, b: Tensor, c: Tensor | None = None) -> Tensor:
+    """fma(a_n, b_n, … fma(a_1, b_1, fma(a_0, b_0, c))) along the first dimension, ascending, from c (or 0); fp32."""
+    total = torch.zeros(torch.broadcast_shapes(a.shape[1:], b.shape[1:]), device=a.device) if c is None else c
+    for x, y in zip(a, b, strict=True):
+        total = fma_rn(x, y, total)
+    return total
+
+
+def pairwise(x: Tensor, dim: int = -1) -> Tensor:
+    """Neighbours added, then neighbours of the sums, until one is left: (x0 + x1) + (x2 + x3); fp32.
+
+    ValueError unless the extent is a power of two.
+    """
+    extent = x.shape[dim]
+    if extent < 1 or extent & (extent - 1):
+        raise ValueError(f"x: got {extent} values along dimension {dim}, pairwise takes a power of two")
+    x = x.movedim(dim, 0)
+    while x.shape[0] > 1:
+        x = add_rn(x[0::2], x[1::2])
+    return x[0]
+
+
+def strided(x: Tensor, dim: int = -1) -> Tensor:
+    """The chain of the even ones along ``dim`` and that of the odd ones, each from 0, added at the end; fp32."""
+    x = x.movedim(dim, 0)
+    return add_rn(chain_add(x[0::2], 0), chain_add(x[1::2], 0))
 
 
 def butterfly(x: Tensor, offsets: tuple[int, ...], op: Callable[[Tensor, Tensor], Tensor] = add_rn) -> Tensor:

@@ -7,7 +7,7 @@ One fused sum, d = c + Σ a_k · b_k over the K of one instruction:
    format's smallest exponent and is not normalised.
 2. All terms are aligned to the largest exponent E and cut toward zero to multiples of 2^(E − F), F = 25
    fraction bits (13 for e4m3 in ``wgmma``). A zero product has no part in E; a zero accumulator has the
-   exponent −126.
+   exponent −133, a subnormal one −126.
 3. The cut terms are added exactly, so their order does not matter.
 4. The sum is cut toward zero to fp32, in the subnormal range to multiples of 2^-149, and to inf from
    2^128 on, though a term above 2^128 may cancel; e4m3 in ``wgmma`` keeps 13 fraction bits. An fp16
@@ -19,11 +19,12 @@ e4m3 in ``mma.sync`` m16n8k32 is an expansion by the assembler: conversion to fp
 sixteen k with k mod 4 < 2 starting from 0, a second one over the others starting from the first, and
 one FADD with c.
 
-Sources. 1.2 million outputs of ``mma.sync`` on an H200 (tests/data/mma_h200.safetensors holds some): no
-mismatch; they refute 24 and 26 bits, and, for an fp16 accumulator, a zero c at the exponent −14. The
-expansion of e4m3: its SASS, two ``HMMA.16816.F32`` and an FADD an output, and the same data. From MMA-Sim
-(arXiv 2511.10909), and not decided by that data: ``wgmma``, zeros in step 2, a subnormal fp16 c at −14.
-tests/hopper/test_tensor_core.py is the proof on hardware, and tells these hypotheses apart.
+How established. ``pytest -m hopper tests/hopper/test_tensor_core.py`` on an H200: no mismatch in 307 million fused
+sums a form, random bits, wide exponents, cancellation, subnormals, signed zeros, infinities and NaNs among
+them. 24 and 26 fraction bits, aligning zero products, and every other exponent of a zero accumulator
+from −252 to −121 fail there. tests/data/mma_h200.safetensors holds a sample for machines without a GPU.
+Where public sources differ: MMA-Sim (arXiv 2511.10909) has one fused sum of 32 for e4m3 in ``mma.sync`` and a zero
+accumulator at −126.
 """
 
 import math
@@ -63,7 +64,7 @@ class Form:
     groups: tuple[tuple[int, ...], ...] = ()
     zero_products_align: bool = False
     lowest_c: int = -126
-    zero_c: int = -126
+    zero_c: int = -133
 
     @property
     def k_instruction(self) -> int:
