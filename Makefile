@@ -22,7 +22,7 @@ goldens: $(STAMP)
 	@echo "the same report as files: reports/tolerance.md, reports/tolerance.json"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n auto $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

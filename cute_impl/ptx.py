@@ -6,7 +6,7 @@ Each function is one PTX instruction (PTX ISA, "Floating-Point Instructions"); i
 by the function of the same name in ``reference.numerics``.
 """
 
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.arch import inline_ptx
 
 
@@ -137,7 +137,7 @@ def bf16_hi(word: Int32) -> Float32:
 
 
 def ld_v4(space: str, address, kind: type = Int32) -> tuple:
-    """Four 32-bit words at a 16-byte aligned address; ``space`` is what follows ``ld.``, such as ``relaxed.sys.global``."""
+    """Four 32-bit words at a 16-byte aligned address; ``space`` follows ``ld.``, such as ``relaxed.sys.global``."""
     return inline_ptx(
         f"ld.{space}.v4.b32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
         write_only_types=[kind] * 4,
@@ -165,4 +165,100 @@ def st_async(address: Int32, value: Float32, barrier: Int32) -> None:
     inline_ptx(
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [{$r0}], {$r1}, [{$r2}];",
         read_only_args=[address, Float32(value), barrier],
+    )
+
+
+def nanosleep(duration_ns: Int32) -> None:
+    """Suspend the thread for about as long, at most twice."""
+    inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Int32(duration_ns)])
+
+
+def red_add(space: str, address, value: Int32) -> None:
+    """Add to a word in memory, atomically on this GPU."""
+    inline_ptx(f"red.relaxed.gpu.{space}.add.u32 [{{$r0}}], {{$r1}};", read_only_args=[address, Int32(value)])
+
+
+def mbarrier_spin(barrier: Int32, parity: int) -> None:
+    """Wait for a phase of an mbarrier in this CTA's shared memory by asking again and again, without a pause."""
+    inline_ptx(
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [{$r0}], "
+        f"{parity}; @!done bra again; }}",
+        read_only_args=[barrier],
+    )
+
+
+def ld_v2(space: str, address, kind: type = Int32) -> tuple:
+    """Two 32-bit words at an 8-byte aligned address; ``space`` follows ``ld.``."""
+    return inline_ptx(
+        f"ld.{space}.v2.b32 {{{{$w0}}, {{$w1}}}}, [{{$r0}}];", write_only_types=[kind] * 2, read_only_args=[address]
+    )
+
+
+def ld_b32(space: str, address, kind: type = Int32):
+    """A 32-bit word; ``space`` follows ``ld.``."""
+    return inline_ptx(f"ld.{space}.b32 {{$w0}}, [{{$r0}}];", write_only_types=[kind], read_only_args=[address])
+
+
+def ld_b64(space: str, address) -> Int64:
+    """A 64-bit word; ``space`` follows ``ld.``."""
+    return inline_ptx(f"ld.{space}.b64 {{$w0}}, [{{$r0}}];", write_only_types=[Int64], read_only_args=[address])
+
+
+def ld_bf16(space: str, address) -> Float32:
+    """One bf16, widened by placing it above 16 zero bits; ``space`` follows ``ld.``."""
+    return inline_ptx(
+        f"{{ .reg .b16 h, z; ld.{space}.b16 h, [{{$r0}}]; mov.b16 z, 0; mov.b32 {{$w0}}, {{z, h}}; }}",
+        write_only_types=[Float32],
+        read_only_args=[address],
+    )
+
+
+def st_v2(space: str, address, words: list) -> None:
+    """Two 32-bit words to an 8-byte aligned address; ``space`` follows ``st.``."""
+    inline_ptx(f"st.{space}.v2.b32 [{{$r0}}], {{{{$r1}}, {{$r2}}}};", read_only_args=[address, *words])
+
+
+def st_b32(space: str, address, word) -> None:
+    """A 32-bit word, Int32 or Float32; ``space`` follows ``st.``."""
+    inline_ptx(f"st.{space}.b32 [{{$r0}}], {{$r1}};", read_only_args=[address, word])
+
+
+def st_async_v(address: Int32, words: list, barrier: Int32) -> None:
+    """2 or 4 words to a cluster address aligned to their size; their bytes count on the mbarrier as in ``st_async``."""
+    n = len(words)
+    slots = ", ".join(f"{{$r{i + 1}}}" for i in range(n))
+    inline_ptx(
+        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{n}.b32 [{{$r0}}], {{{slots}}}, [{{$r{n + 1}}}];",
+        read_only_args=[address, *words, barrier],
+    )
+
+
+def cp_async_16(shared: Int32, address: Int64, size: Int32 | int = 16) -> None:
+    """16 bytes from global to shared memory in this thread's current group: ``size`` of them read, the rest zeros."""
+    inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[shared, address, Int32(size)])
+
+
+def bulk_copy(shared: Int32, address: Int64, size: int, barrier: Int32) -> None:
+    """A multiple of 16 bytes from global memory to this CTA's shared memory; they count on its mbarrier."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared, address, Int32(size), barrier],
+    )
+
+
+def ldmatrix_x4_trans(address: Int32) -> tuple:
+    """Four 8 × 8 matrices of 16 bits, transposed; lane l gives the address of row l mod 8 of matrix l // 8."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def atom_add(address, value: Int32) -> Int32:
+    """Add to a word in global memory, ordered before and after at GPU scope; returns the word before."""
+    return inline_ptx(
+        "atom.acq_rel.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(value)],
     )

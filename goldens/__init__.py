@@ -1,9 +1,12 @@
 """What is demanded of a kernel: cases, their stored bits, and verdicts. Needs neither cutlass nor a GPU."""
 
+from goldens.attn_res import KERNEL as _ATTN_RES
+from goldens.cache_insert import KERNEL as _CACHE_INSERT
 from goldens.case import Case, Kernel
 from goldens.fmha import KERNEL as _FMHA
+from goldens.mla_query import KERNEL as _MLA_QUERY
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_FMHA,)}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_FMHA, _ATTN_RES, _MLA_QUERY, _CACHE_INSERT)}
 
 
 def find(case_id: str) -> Case:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
@@ -15,7 +16,8 @@ class Case:
     """A kernel, its dimensions and parameters, a recipe for its inputs and a seed.
 
     ``schedules`` are those whose exact outputs the golden holds. ``exact_only`` says why the model is no judge
-    of this case (None: it is one). ``committed`` cases are in git, the others made on demand.
+    of this case (None: it is one). ``committed`` cases are in git, the others made on demand. ``regenerated`` names
+    inputs that the golden's file leaves out: large ones, made again by the recipe on reading, their digests checked.
     """
 
     kernel: str
@@ -27,6 +29,7 @@ class Case:
     schedules: tuple[str, ...]
     committed: bool = True
     exact_only: str | None = None
+    regenerated: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -41,6 +44,7 @@ class Case:
             "recipe": self.recipe,
             "seed": self.seed,
             "schedules": list(self.schedules),
+            **({"regenerated": list(self.regenerated)} if self.regenerated else {}),
         }
 
 
@@ -50,7 +54,8 @@ class Kernel:
 
     reference: the module with ``model`` and ``exact``. inputs: case to tensors. bound: the absolute error
     (fp64, one per element of each output) that a schedule, or "model", may have against the oracle before its
-    last rounding; derived where it is written. locate: which part of a schedule made an element.
+    last rounding; derived where it is written. locate: which part of a schedule made an element. formats: the type
+    whose bytes an output of dtype uint8 holds, by the output's name; its model has values.
     """
 
     name: str
@@ -59,3 +64,4 @@ class Kernel:
     inputs: Callable[[Case], Tensors]
     bound: Callable[[Mapping[str, Tensor], Mapping[str, Any], str], Tensors]
     locate: Callable[[Case, str, str, tuple[int, ...]], dict[str, int]] = field(default=lambda *_: {})
+    formats: Mapping[str, torch.dtype] = field(default_factory=dict)

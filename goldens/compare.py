@@ -18,6 +18,8 @@ from reference.numerics.formats import BF16, E4M3, FP16, encode
 
 _NARROW = {form.dtype: form for form in (BF16, FP16, E4M3)}
 WORST = 10  # elements listed in a failing verdict
+_SCAN_ELEMS = 1 << 16  # a block of a scan stays in the cache
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BUCKETS = (0, 1, 2, 4, 8, 16, 64, 256, 1 << 12, 1 << 16)
 
 
@@ -96,30 +98,33 @@ def against_exact(
     if refused:
         return refused
     got = got.to(want.device)
-    distance = ulp.distance(got, want)
-    got_class, want_class = ulp.number_class(got), ulp.number_class(want)
-    differing = ulp.bits(got) != ulp.bits(want)
+    where = _differing(got, want)  # equal elements need no further look, and are most
+    mine, theirs = _at(got, where), _at(want, where)
+    number = want.dtype.is_floating_point  # of integers, every one is finite and 1 from the next
+    distance = ulp.distance(mine, theirs) if number else (mine.to(torch.int64) - theirs.to(torch.int64)).abs()
+    classes = [ulp.number_class(x) if number else torch.zeros_like(distance) for x in (mine, theirs)]
     if values:
-        differing = torch.where((got_class == ulp.NAN) & (want_class == ulp.NAN), False, distance != 0)
-    wrong_class = got_class != want_class
-    count, classes, zeros = (int(x.sum()) for x in (differing, differing & wrong_class, differing & (distance == 0)))
-    finite = (got_class == ulp.FINITE) & (want_class == ulp.FINITE)
-    ulps = torch.where(finite, distance, 0)
-    listed = torch.where((got_class == ulp.NAN) | (want_class == ulp.NAN), torch.nan, distance.to(torch.float64))
-    rank = torch.where(differing, torch.where(wrong_class, 1 << 62, distance), -1)
+        same = ((classes[0] == ulp.NAN) & (classes[1] == ulp.NAN)) | (distance == 0)
+        where, mine, theirs, distance = (x[~same] for x in (where, mine, theirs, distance))
+        classes = [x[~same] for x in classes]
+    wrong_class, zeros = classes[0] != classes[1], int((distance == 0).sum())
+    finite = (classes[0] == ulp.FINITE) & (classes[1] == ulp.FINITE)
+    ulps = torch.where((classes[0] == ulp.NAN) | (classes[1] == ulp.NAN), torch.nan, distance.to(torch.float64))
+    rank = torch.where(wrong_class, 1 << 62, distance)
+    count, wrong = where.numel(), int(wrong_class.sum())
     reason = f"{count} of {got.numel()} elements differ" if count else ""
     return Verdict(
         output=output,
         against="exact",
         passed=count == 0,
-        reason=reason + _of_them(classes, "in class (finite, inf, NaN)") + _of_them(zeros, "only in the sign of zero"),
+        reason=reason + _of_them(wrong, "in class (finite, inf, NaN)") + _of_them(zeros, "only in the sign of zero"),
         elements=got.numel(),
         differing=count,
-        worst_class=classes,
+        worst_class=wrong,
         zero_signs=zeros,
-        max_ulps=float(ulps.max()),
-        histogram=_histogram(ulps[finite].to(torch.float64)) if count else {"0": got.numel()},
-        worst=_worst(got, want, rank, listed, locate) if count else (),
+        max_ulps=float(ulps[finite].max()) if bool(finite.any()) else 0.0,
+        histogram=_histogram(ulps[finite], equal=got.numel() - count),
+        worst=_worst(got, want, where, rank, ulps, locate),
     )
 
 
@@ -134,9 +139,11 @@ def against_model(
     refused = check_form(output, "model", got, model, got.dtype if known else torch.float32)
     if refused:
         return refused
+    # A number beyond the format's largest becomes what the format makes of it: inf, or that number where it saturates.
+    top = _top(got.dtype)
+    model, oracle = model.clamp(-top, top), oracle.clamp(-top, top)
     got, wide, want = got.to(model.device), got.to(model.device, torch.float64), model.to(torch.float64)
-    # A number beyond the format's largest becomes what the format makes of it.
-    rounded = model if got.dtype == torch.float32 else encode(model, _NARROW[got.dtype])
+    rounded = _rounded(model, got.dtype)
     got_class, want_class = ulp.number_class(got), ulp.number_class(rounded)
     finite = (got_class == ulp.FINITE) & (want_class == ulp.FINITE)
     wrong_class = (got_class != want_class) | ((want_class == ulp.INFINITE) & (wide.sign() != want.sign()))
@@ -149,7 +156,8 @@ def against_model(
     ulps = error / unit
     count, classes = int(exceeds.sum()), int(wrong_class.sum())
     share = torch.where(finite, error / allowed, 0.0)
-    rank = torch.where(exceeds, torch.where(wrong_class, torch.inf, error / allowed), -1.0)
+    where = exceeds.reshape(-1).nonzero().squeeze(1)
+    rank = torch.where(wrong_class, torch.inf, error / allowed).reshape(-1)[where]
     reason = f"{count} of {got.numel()} elements exceed their bound" if count else ""
     return Verdict(
         output=output,
@@ -164,51 +172,84 @@ def against_model(
         used=float(share.max()),
         mean_away=float(signed.mean()),
         inexact=float((error > 0).to(torch.float64).mean()),
-        ratio=_error_ratio(wide, model, oracle, got.dtype, finite),
-        worst=_worst(got, model, rank, ulps, locate) if count else (),
+        ratio=_error_ratio(wide, rounded, oracle, finite),
+        worst=_worst(got, model, where, rank, ulps.reshape(-1)[where], locate),
     )
+
+
+def _differing(a: Tensor, b: Tensor) -> Tensor:
+    """Flat positions of the elements whose bits differ, ascending; int64."""
+    a, b = (_words(x) for x in (a, b))
+    if torch.equal(a, b):
+        return torch.empty(0, dtype=torch.int64, device=a.device)
+    pairs = zip(a.split(_SCAN_ELEMS), b.split(_SCAN_ELEMS), strict=True)
+    return torch.cat([(x != y).nonzero().squeeze(1) + i * _SCAN_ELEMS for i, (x, y) in enumerate(pairs)])
+
+
+def _words(x: Tensor) -> Tensor:
+    """The elements' bit patterns, flat, as integers of their width."""
+    flat = x.contiguous().view(-1)
+    return flat.view(_WORDS[x.dtype.itemsize]) if x.dtype.is_floating_point else flat
+
+
+def _at(x: Tensor, where: Tensor) -> Tensor:
+    """The elements at flat positions."""
+    return _words(x).index_select(0, where).view(x.dtype)
+
+
+def _bits(x: Tensor) -> Tensor:
+    """Bit patterns as int64; integers as they are."""
+    return ulp.bits(x) if x.dtype.is_floating_point else x.to(torch.int64)
 
 
 def _of_them(count: int, what: str) -> str:
     return f", {count} of them {what}" if count else ""
 
 
-def _error_ratio(got: Tensor, model: Tensor, oracle: Tensor, dtype: torch.dtype, finite: Tensor) -> float | None:
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 in a narrow format, or as it is."""
+    return x if dtype == torch.float32 else encode(x, _NARROW[dtype])
+
+
+def _top(dtype: torch.dtype) -> float:
+    """The largest magnitude that a conversion to ``dtype`` gives: inf, in e4m3 448."""
+    return float(_rounded(torch.tensor(torch.inf), dtype))
+
+
+def _error_ratio(got: Tensor, model: Tensor, oracle: Tensor, finite: Tensor) -> float | None:
     """RMS error of ``got`` over that of the model in the same format; None if the model has no error."""
     truth = oracle[finite]
-    own = ((model.to(dtype).to(torch.float64)[finite] - truth) ** 2).mean().sqrt()
+    own = ((model.to(torch.float64)[finite] - truth) ** 2).mean().sqrt()
     mine = ((got[finite] - truth) ** 2).mean().sqrt()
     return float(mine / own) if float(own) > 0 else None
 
 
-def _histogram(ulps: Tensor) -> dict[str, int]:
-    """Elements by upper end of their bucket of |ULPs|; the last bucket is open."""
+def _histogram(ulps: Tensor, equal: int = 0) -> dict[str, int]:
+    """Elements by upper end of their bucket of |ULPs|; the last bucket is open. ``equal`` more have 0."""
     result, low = {}, -1.0
     for high in (*_BUCKETS, math.inf):
-        count = int(((ulps > low) & (ulps <= high)).sum())
+        count = int(((ulps > low) & (ulps <= high)).sum()) + (equal if high == 0 else 0)
         if count:
             result[str(high)] = count
         low = high
     return result
 
 
-def _worst(got: Tensor, want: Tensor, rank: Tensor, ulps: Tensor, locate: Locate | None) -> tuple[Element, ...]:
-    """The elements of highest rank (negative ones left out), worst first; of equals the first."""
-    flat = rank.reshape(-1)
-    order = flat.sort(descending=True, stable=True).indices[:WORST]
+def _worst(
+    got: Tensor, want: Tensor, where: Tensor, rank: Tensor, ulps: Tensor, locate: Locate | None
+) -> tuple[Element, ...]:
+    """The elements of highest rank among those at flat positions ``where``, worst first; of equals the first."""
     result = []
-    for position in order.tolist():
-        if flat[position] < 0:
-            break
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
+    for i in rank.sort(descending=True, stable=True).indices[:WORST].tolist():
+        index = tuple(int(n) for n in torch.unravel_index(where[i], got.shape))
         result.append(
             Element(
                 index=index,
-                got_bits=f"0x{int(ulp.bits(got[index])):0{2 * got.dtype.itemsize}x}",
-                want_bits=f"0x{int(ulp.bits(want[index])):0{2 * want.dtype.itemsize}x}",
+                got_bits=f"0x{int(_bits(got[index])):0{2 * got.dtype.itemsize}x}",
+                want_bits=f"0x{int(_bits(want[index])):0{2 * want.dtype.itemsize}x}",
                 got=float(got[index]),
                 want=float(want[index]),
-                ulps=float(ulps[index]),
+                ulps=float(ulps[i]),
                 where=locate(index) if locate else {},
             )
         )

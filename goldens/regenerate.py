@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from goldens import KERNELS, store
 from goldens.case import Case
@@ -50,33 +51,48 @@ def regenerate(
     """
     cases = list(cases)
     data = root or store.DATA
-    try:
-        manifest = store.read_manifest(data)
-    except store.GoldenError:
-        if check or (data / store.MANIFEST).exists():
-            raise
-        manifest = {}
-    entries, differences = dict(manifest), []
+    manifest = _read_manifest(data, may_lack=not check)
+    made, differences = {}, []
     with store.staging() as stage:
         for case in cases:
             tensors = store.compute(KERNELS[case.kernel], case)
-            made, content, path = store.entry(case, tensors), store.to_bytes(case, tensors), store.path_of(case, root)
-            what = _compare(case, made, content, manifest, path)
+            made[case.id], content = store.entry(case, tensors), store.to_bytes(case, tensors)
+            path = store.path_of(case, root)
+            what = _compare(case, made[case.id], content, manifest, path)
             if what:
                 differences.append(Difference(case.id, what))
-            entries[case.id] = made
             if not check and (what or not path.exists()):
                 stage.add(path, content)
             progress(case)
-        known = {case.id for case in all_cases()}
-        stale = sorted(set(entries) - known)
+        kernels = {case.kernel for case in cases}
+        stale, foreign = _leftovers(manifest, data, root, kernels, stage.temporary)
         differences += [Difference(case_id, "in the manifest, but there is no such case") for case_id in stale]
-        wanted = {store.path_of(case, root) for case in all_cases()}
-        foreign = sorted(path for path in data.rglob("*.safetensors") if path not in wanted)
         differences += [Difference(str(path), "a file of no case") for path in foreign]
         if not check:
+            # Read again: another run may have written other cases meanwhile.
+            entries = _read_manifest(data, may_lack=True) | made
+            kept = {case_id: entry for case_id, entry in entries.items() if case_id not in stale}
+            stage.add(data / store.MANIFEST, store.manifest_bytes(kept))
             stage.publish()
             for path in foreign if root is None else []:  # another folder's files are not ours to remove
                 path.unlink()
-            store.write_manifest({case_id: e for case_id, e in entries.items() if case_id in known}, data)
     return differences
+
+
+def _read_manifest(data: Path, may_lack: bool) -> dict[str, Any]:
+    """The manifest's entries; none where it does not exist yet and ``may_lack``."""
+    if may_lack and not (data / store.MANIFEST).exists():
+        return {}
+    return store.read_manifest(data)
+
+
+def _leftovers(
+    manifest: dict[str, Any], data: Path, root: Path | None, kernels: set[str], temporary: set[Path]
+) -> tuple[list[str], list[Path]]:
+    """Entries and files that belong to no case: those of ``kernels``, and of kernels that do not exist."""
+    known = {case.id for case in all_cases()}
+    wanted = {store.path_of(case, root) for case in all_cases()} | temporary
+    others = set(KERNELS) - kernels
+    stale = sorted(case_id for case_id in manifest if case_id not in known and case_id.split("/")[0] not in others)
+    files = sorted(path for path in data.rglob("*.safetensors*") if path not in wanted)
+    return stale, [path for path in files if path.relative_to(data).parts[0] not in others]

@@ -3,7 +3,8 @@
 A golden is one safetensors file with the keys ``in/NAME``, ``exact/SCHEDULE/NAME`` and ``model/NAME``. Its
 metadata is a single entry, "golden", holding sorted JSON: with several entries the order, hence the
 bytes of the file, varies from process to process. manifest.json lists every case with the SHA-256
-of each tensor's dtype, shape and element bytes; cases that are not committed are in it too.
+of each tensor's dtype, shape and element bytes; cases that are not committed are in it too. Inputs that the case
+names as ``regenerated`` are left out of its file, and made again by its recipe when it is loaded.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,26 @@ class GoldenError(Exception):
 def cache_dir() -> Path:
     """Where goldens made on demand are kept: $GOLDENS_CACHE, or ~/.cache/hopper-goldens."""
     return Path(os.environ.get("GOLDENS_CACHE", "~/.cache/hopper-goldens")).expanduser()
+
+
+def cache_bytes() -> int:
+    """What that folder may hold: $GOLDENS_CACHE_MB, or 2048 MB; 0 keeps nothing. GoldenError if it is no number."""
+    text = os.environ.get("GOLDENS_CACHE_MB", "2048")
+    if not text.isdecimal():
+        raise GoldenError(f"$GOLDENS_CACHE_MB: got {text!r}, allowed is a whole number of megabytes")
+    return int(text) * 10**6
+
+
+def _make_room(size: int) -> bool:
+    """Remove the cache's least recently used goldens until ``size`` more bytes fit; whether they do."""
+    files = sorted(cache_dir().rglob("*.safetensors"), key=lambda path: path.stat().st_mtime)
+    used = sum(path.stat().st_size for path in files)
+    for path in files:
+        if used + size <= cache_bytes():
+            break
+        used -= path.stat().st_size
+        path.unlink()
+    return used + size <= cache_bytes()
 
 
 def path_of(case: Case, root: Path | None = None) -> Path:
@@ -71,8 +93,9 @@ def entry(case: Case, tensors: Tensors) -> dict[str, Any]:
 def to_bytes(case: Case, tensors: Tensors) -> bytes:
     """The golden's file."""
     metadata = {"golden": json.dumps({"format": FORMAT, "id": case.id, **case.describe()}, sort_keys=True)}
+    left_out = {f"in/{name}" for name in case.regenerated}
     # The format refuses strides and shared storage, which an output that is an input's view has.
-    own = {name: x.clone(memory_format=torch.contiguous_format) for name, x in tensors.items()}
+    own = {n: x.clone(memory_format=torch.contiguous_format) for n, x in tensors.items() if n not in left_out}
     return save(own, metadata=metadata)
 
 
@@ -100,10 +123,14 @@ def write_text(path: Path, text: str) -> None:
         stage.publish()
 
 
+def manifest_bytes(entries: dict[str, Any]) -> bytes:
+    """The manifest's file of these entries."""
+    return (json.dumps({"format": FORMAT, "cases": entries}, indent=1, sort_keys=True) + "\n").encode()
+
+
 def write_manifest(entries: dict[str, Any], root: Path = DATA) -> None:
     """Write the manifest of these entries."""
-    content = {"format": FORMAT, "cases": dict(sorted(entries.items()))}
-    write_text(root / MANIFEST, json.dumps(content, indent=1, sort_keys=True) + "\n")
+    write_text(root / MANIFEST, manifest_bytes(entries).decode())
 
 
 def _unwritable(path: Path, error: OSError) -> GoldenError:
@@ -128,15 +155,24 @@ class Staging:
         except OSError as error:
             raise _unwritable(path, error) from None
 
+    @property
+    def temporary(self) -> set[Path]:
+        """The files that wait to be published."""
+        return {temporary for temporary, _ in self._files}
+
     def publish(self) -> None:
-        """Rename every file to its place. GoldenError if that cannot be done."""
-        while self._files:
-            temporary, path = self._files[-1]
-            try:
-                os.replace(temporary, path)
-            except OSError as error:
-                raise _unwritable(path, error) from None
-            self._files.pop()
+        """Rename every file to its place; signals wait until all are there. GoldenError if that cannot be done."""
+        held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        try:
+            while self._files:
+                temporary, path = self._files[-1]
+                try:
+                    os.replace(temporary, path)
+                except OSError as error:
+                    raise _unwritable(path, error) from None
+                self._files.pop()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
     def discard(self) -> None:
         """Remove what was not published."""
@@ -189,6 +225,11 @@ def load(case: Case, manifest: dict[str, Any], root: Path | None = None) -> Tens
         case_is = {name: wanted.get(name) for name in wrong}
         raise GoldenError(f"{path}: says {said}, the case is {case_is}; {REMEDY}")
     _require_listed(case, manifest)
+    if case.regenerated:
+        from goldens import KERNELS  # which import their rooms, and those could not import this module otherwise
+
+        made = KERNELS[case.kernel].inputs(case)
+        tensors |= {f"in/{name}": made[name] for name in case.regenerated}
     digests = manifest[case.id]["sha256"]
     if set(digests) != set(tensors):
         raise GoldenError(f"{path}: holds {sorted(tensors)}, the manifest lists {sorted(digests)}; {REMEDY}")
@@ -208,9 +249,11 @@ def obtain(kernel: Kernel, case: Case, manifest: dict[str, Any]) -> Tensors:
             raise GoldenError(f"{case.id}: made now, its bits are not those of the manifest; {REMEDY}")
         free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
         content = to_bytes(case, tensors)
-        if free > 2 * len(content):
+        if free > 2 * len(content) and _make_room(len(content)):
             with staging() as stage:
                 stage.add(path, content)
                 stage.publish()
         return tensors
+    if not case.committed:
+        path.touch()  # used now: the last to be removed
     return load(case, manifest)

@@ -100,7 +100,7 @@ def _check_tensors(inputs: Mapping[str, Tensor], params: Params) -> None:
         if x.device != prefix.device:
             raise ValueError(f"{name}: is on {x.device}, prefix on {prefix.device}; all must be on one device")
         if name == "blocks" and x.numel() and x.stride(-1) != 1:
-            raise ValueError(f"blocks: got strides {x.stride()}, allowed are any but 1 in the last dimension")
+            raise ValueError(f"blocks: got strides {x.stride()}, the last one must be 1")
         if name != "blocks" and not x.is_contiguous():
             raise ValueError(f"{name}: got strides {x.stride()} for shape {tuple(x.shape)}, allowed is contiguous")
     if blocks.shape[0] != tokens:

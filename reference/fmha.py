@@ -53,7 +53,8 @@ def check(inputs: Mapping[str, Tensor], params: Params) -> None:
         raise ValueError(f"causal: got {params['causal']!r}, allowed are True and False")
     scale = params.get("scale")
     fp32 = torch.finfo(torch.float32)
-    if scale is not None and not (isinstance(scale, (int, float)) and fp32.tiny <= scale <= fp32.max):
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if scale is not None and not (number and fp32.tiny <= scale <= fp32.max):
         raise ValueError(f"scale: got {scale!r}, allowed is None or a number from {fp32.tiny} to {fp32.max}")
 
 
@@ -88,7 +89,7 @@ def model(inputs: Mapping[str, Tensor], params: Params, dtype: torch.dtype = tor
         s = portable.matmul(q[head], k[kv].t().contiguous()) * scale_of(q.shape[2], params)
         s = torch.where(keep, s, -torch.inf)
         # The empty row's maximum is −inf; 0 in its place keeps every weight at exp(−inf) = 0.
-        m = torch.cat([s, torch.full_like(s[:, :1], -torch.inf)], dim=1).amax(1)
+        m = torch.cat([s, torch.full((s.shape[0], 1), -torch.inf, dtype=dtype, device=s.device)], dim=1).amax(1)
         shift = torch.where(m == -torch.inf, 0.0, m)
         p = portable.exp(s - shift[:, None])
         total = portable.total(p, dim=1)

@@ -1,4 +1,4 @@
-"""What the CPU tests share: one thread, tensors from bit patterns, a copy of the committed goldens to damage."""
+"""What the CPU tests share: one thread, tensors from bit patterns, a copy of fmha's goldens to damage."""
 
 import shutil
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+import goldens
 from goldens import store
 
 # The models' first call on a thread is slow, and so are shared machines; a time limit would only add noise.
@@ -36,6 +37,12 @@ def from_codes() -> Callable[..., Tensor]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A copy of goldens/data."""
-    return Path(shutil.copytree(store.DATA, tmp_path / "data"))
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of fmha's goldens, fmha being the only kernel."""
+    for name in set(goldens.KERNELS) - {"fmha"}:
+        monkeypatch.delitem(goldens.KERNELS, name)
+    folder = tmp_path / "data"
+    shutil.copytree(store.DATA / "fmha", folder / "fmha")
+    entries = store.read_manifest()
+    store.write_manifest({case_id: e for case_id, e in entries.items() if e["kernel"] == "fmha"}, folder)
+    return folder

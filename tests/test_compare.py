@@ -358,6 +358,51 @@ def test_judging_says_which_thread_made_an_element(golden: dict[str, Tensor]) ->
     assert [e.where for e in model.worst] == [place]
 
 
+# model, got, whether it passes
+SATURATED = {
+    "largest": (1000.0, 448.0, True),
+    "infinite": (math.inf, 448.0, True),
+    "other-sign": (-1000.0, 448.0, False),
+    "one-step-below": (1000.0, 416.0, False),
+    "halfway-to-the-largest": (432.0, 448.0, True),
+    "nan": (1000.0, math.nan, False),
+}
+
+
+@pytest.mark.parametrize(("model", "got", "passed"), SATURATED.values(), ids=SATURATED)
+def test_what_a_saturating_format_cuts_counts_as_its_largest(model: float, got: float, passed: bool) -> None:
+    verdict = model_verdict(torch.tensor([got, 1.0]).to(E4M3), torch.tensor([model, 1.0]))
+    assert verdict.passed == passed
+
+
+INTEGERS = {
+    "uint8": (torch.tensor([0, 255], dtype=torch.uint8), torch.tensor([0, 250], dtype=torch.uint8), 5, "0xff"),
+    "int64": (torch.tensor([-1, 1 << 40]), torch.tensor([-1, 1]), (1 << 40) - 1, "0x0000010000000000"),
+}
+
+
+@pytest.mark.parametrize(("got", "want", "steps", "bits"), INTEGERS.values(), ids=INTEGERS)
+def test_integers_are_compared_as_such(got: Tensor, want: Tensor, steps: int, bits: str) -> None:
+    verdict = against_exact("o", got, want)
+    assert (verdict.differing, verdict.worst_class, verdict.max_ulps) == (1, 0, steps)
+    assert [(e.index, e.got_bits) for e in verdict.worst] == [((1,), bits)]
+    assert against_exact("o", want, want).passed
+
+
+def test_bytes_are_judged_as_what_the_kernel_says_they_are() -> None:
+    """0x01 beside 0x81 is two steps of e4m3, not 128 of a byte; a typed tensor is as good as bytes."""
+    kernel, case = goldens.KERNELS["cache_insert"], goldens.find("cache_insert/b1-p1x1-unit")
+    tensors = store.load(case, store.read_manifest())
+    cache = select(tensors, "exact/insert/")["cache"]
+    for typed in (cache, cache.view(E4M3)):
+        verdicts = judge(kernel, case, tensors, {"cache": typed}, "insert")
+        assert [(v.against, v.passed) for v in verdicts] == [("exact", True), ("model", True)]
+    exact, model = judge(kernel, case, tensors, {"cache": cache ^ 0x80}, "insert")
+    assert (exact.differing, exact.max_ulps, model.max_ulps) == (576, 2 * 0x30, 16.0)
+    [refused] = [v for v in judge(kernel, case, tensors, {"cache": cache.int()}, "insert") if v.against == "exact"]
+    assert refused.reason == "dtype: got torch.int32, wanted torch.float8_e4m3fn"
+
+
 @pytest.mark.parametrize("recipe", ["nan", "inf", "overflow", "bits"])
 def test_an_exact_only_case_is_not_judged_by_the_model(recipe: str) -> None:
     kernel = goldens.KERNELS["fmha"]

@@ -171,12 +171,12 @@ def test_cancel_cancels() -> None:
 
 
 def test_ties_tie() -> None:
-    """Every output is the plain mean of 64 integers; some are exactly halfway between two bf16, and round to even."""
+    """Every output is the plain mean of 64 integers, halfway between two bf16, and rounds to even."""
     tensors = tensors_of("d64-n64-ties")
     mean = tensors["in/v"].double().mean(1, keepdim=True).expand(1, 64, 64)
     assert torch.equal(tensors["model/o"].double(), mean)
     halfway = mean % 1.0 == 0.5
-    assert halfway.any()
+    assert halfway.all()
     assert torch.equal(tensors["exact/k2/o"].double(), mean.round())
     assert (mean.round()[halfway] % 2 == 0).all()
 
@@ -229,7 +229,7 @@ def test_constant_keys_weigh_the_same() -> None:
 
 
 SPECIALS = {
-    "nan": ("d64-causal-n128-nan", {"q": [(42, 5)], "k": [(85, 7)], "v": [(127, 9)]}),
+    "nan": ("d64-causal-n128-nan", {"q": [(42, 5)], "k": [(85, 5)], "v": [(127, 5)]}),
     "inf": ("d64-causal-n128-inf", {"q": [(42, 5)], "k": [(85, 7)], "v": [(64, 9), (127, 11)]}),
 }
 

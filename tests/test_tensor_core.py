@@ -74,6 +74,9 @@ def sign_or_special(x: Fraction | Special) -> float:
     return x if isinstance(x, Special) else float((x > 0) - (x < 0))
 
 
+ZERO_EXPONENT = {"fp32": -133, "fp16": -21}  # of a zero accumulator
+
+
 def slow_fused_sum(
     a: list[int], b: list[int], c: int, operand: str, accumulator: str = "fp32", fraction_bits: int = 25, keep: int = 23
 ) -> int:
@@ -89,7 +92,7 @@ def slow_fused_sum(
     if isinstance(start, Special):
         specials.append(start)
     else:
-        terms.append((start, exponent if start else -133))
+        terms.append((start, exponent if start else ZERO_EXPONENT[accumulator]))
     if specials:
         total = sum(specials)
         sign = (total < 0) << (LAYOUTS[accumulator][0] - 1)
@@ -268,6 +271,10 @@ BIG = 2.0**100
         pytest.param("fp16_acc16", [(65504.0, 1.0), (16.0, 1.0)], 0.0, INFINITY, id="fp16-overflow"),
         pytest.param("fp16_acc16", [(2.0**-13, 2.0**-12)], 0.0, 0.0, id="fp16-subnormal-tie"),
         pytest.param("fp16_acc16", [(2.0**-13, 1.5 * 2.0**-12)], 0.0, 2.0**-24, id="fp16-subnormal"),
+        pytest.param(
+            "fp16_acc16", [(2.0**-13, 2.0**-12), (2.0**-24, 2.0**-23)], 0.0, 0.0, id="fp16-zero-c-is-at-2^-21"
+        ),
+        pytest.param("fp16_acc16", [(2.0**-13, 2.0**-12), (2.0**-23, 2.0**-23)], 0.0, 2.0**-24, id="fp16-2^-46-counts"),
         pytest.param("e4m3", [(448.0, 448.0)], 2.0**-20, 448.0**2, id="e4m3-c-comes-by-a-rounded-add"),
         pytest.param("e4m3", [(2.0**-9, 2.0**-9)], 2.0**18, 2.0**18, id="e4m3-tiny-product"),
         pytest.param("e4m3", [(1.0, 1.0)], 2.0**24 + 2, 2.0**24 + 4, id="e4m3-add-ties-to-even"),

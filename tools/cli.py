@@ -1,6 +1,7 @@
 """``goldens``: list, make, verify and report. Exit codes: 0 pass, 1 fail, 2 usage, 3 hardware is missing."""
 
 import json
+import sys
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
@@ -31,7 +32,8 @@ class Exit(IntEnum):
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-out = Console(highlight=False)
+# Where the output is no terminal, a width that cuts no cell.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 err = Console(stderr=True, highlight=False)
 
 KernelOption = Annotated[str | None, typer.Option("--kernel", help="Only this kernel's cases.")]
@@ -151,7 +153,9 @@ def run_cases(
 
 
 def publish(results: list[report.Result], title: str, json_file: Path | None, markdown: Path | None) -> None:
-    """Print the report, write its files, end with exit code 1 if anything failed."""
+    """Print the report, write its files, end with exit code 1 if anything failed, 2 if nothing was judged."""
+    if not results:
+        raise fail("nothing was judged: no schedule has an exact model for these cases", Exit.USAGE)
     out.print(report.to_table(results, title))
     for result in results:
         for line in report.details(result):
@@ -241,6 +245,42 @@ def diff(first: Path, second: Path) -> None:
         equal = equal and words == "equal"
         out.print(f"{name:<24} {words}", markup=False, soft_wrap=True)
     if not equal:
+        raise typer.Exit(Exit.FAIL)
+
+
+@app.command()
+def measure(file: Annotated[Path, typer.Argument(help="Where the measurements go, some 230 MB.")]) -> None:
+    """Measure the GPU's special-function unit: what `goldens fit` finds its coefficients from."""
+    from tools import mufu
+
+    try:
+        candidates.require_hopper()
+        mufu.measure(file)
+    except candidates.HardwareMissing as error:
+        raise fail(str(error), Exit.HARDWARE) from None
+    except store.GoldenError as error:
+        raise fail(str(error), Exit.USAGE) from None
+    out.print(f"{file}: measured; `goldens fit {file}` finds the coefficients", markup=False, soft_wrap=True)
+
+
+@app.command()
+def fit(
+    file: Annotated[Path, typer.Argument(help="What `goldens measure` wrote.")],
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if anything differs.")] = False,
+) -> None:
+    """Find the coefficients of reference.numerics.mufu from measurements, and write them."""
+    from reference.numerics.mufu import coefficients
+    from tools import mufu
+
+    try:
+        found = mufu.fit(file)
+    except (OSError, ValueError, KeyError) as error:
+        raise fail(f"{file}: no measurements of `goldens measure`, or none that fit ({error})", Exit.USAGE) from None
+    names = [name for name in found if found[name] != coefficients().get(name)]
+    out.print(f"differs: {', '.join(names)}" if names else "every coefficient as it was", markup=False)
+    if not check:
+        mufu.write(found)
+    elif names:
         raise typer.Exit(Exit.FAIL)
 
 

@@ -12,6 +12,7 @@ says that V lies in an interval of integers; over a segment these intervals dete
 """
 
 import functools
+import io
 import itertools
 import json
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from goldens import store
 from reference.numerics import mufu
 
 OFFSETS = 1 << mufu.OFFSET_BITS
@@ -103,8 +105,11 @@ def measure(out: Path) -> None:
         bits = torch.from_numpy(inputs(name)).cuda()
         result = probes.run(name, bits.view(torch.float32).view(-1))
         arrays[name] = result.view(torch.int32).view(bits.shape).cpu().numpy()
-    with out.open("wb") as file:
-        np.savez(file, gpu=np.array(torch.cuda.get_device_name()), driver=np.array(_driver()), **arrays)
+    content = io.BytesIO()
+    np.savez(content, gpu=np.array(torch.cuda.get_device_name()), driver=np.array(_driver()), **arrays)
+    with store.staging() as stage:
+        stage.add(out, content.getvalue())
+        stage.publish()
 
 
 def _driver() -> str:
@@ -133,7 +138,7 @@ def fit(measured: Path) -> dict:
 def write(coefficients: dict, path: Path = mufu.DATA) -> None:
     """Write ``mufu.json``: one line a function."""
     lines = [f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}" for key, value in coefficients.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    store.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _fit_function(name: str, results: np.ndarray) -> dict:
@@ -165,7 +170,7 @@ def _points(name: str, argument: np.ndarray, results: np.ndarray) -> np.ndarray:
     known = results != NOT_MEASURED
     if name in ("rsqrt", "lg2"):
         known &= argument != 0x3F800000  # 1 is a case of its own: its result does not come from V
-    return np.stack([offset, 4 * _squares()[offset], low, high])[:, known]
+    return np.stack([x[known] for x in (offset, 4 * _squares()[offset], low, high)])
 
 
 def _interval(results: np.ndarray, fraction_bits: int) -> tuple[np.ndarray, np.ndarray]:

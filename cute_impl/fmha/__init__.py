@@ -60,7 +60,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, s
     if not isinstance(causal, bool):
         raise ValueError(f"causal: got {causal!r}, allowed are True and False")
     fp32 = torch.finfo(torch.float32)
-    if scale is not None and not (isinstance(scale, (int, float)) and fp32.tiny <= scale <= fp32.max):
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+    if scale is not None and not (number and fp32.tiny <= scale <= fp32.max):
         raise ValueError(f"scale: got {scale!r}, allowed is None or a number from {fp32.tiny} to {fp32.max}")
 
 

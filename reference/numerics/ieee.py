@@ -2,8 +2,9 @@
 
 PyTorch's element-wise sums, differences, products and quotients round once each, on the CPU and on
 CUDA tensors, and calls are not contracted with each other; its square root does not (see ``sqrt_rn``).
-NaN payloads depend on the machine; what is stored goes through ``formats.canonical_nan`` or a conversion. Subnormals are kept; ``require_subnormals`` refuses a CPU
-that another library has switched to flush them.
+NaN payloads depend on the machine; what is stored goes through ``formats.canonical_nan`` or a
+conversion. Subnormals are kept; ``require_subnormals`` refuses a CPU that another library has switched
+to flush them.
 
 The fused multiply-add: the product of two fp32 is exact in fp64; the fp64 sum with c is rounded to
 odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using

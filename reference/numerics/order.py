@@ -1,6 +1,6 @@
 """Reductions by name: each function is one order of roundings, used by every kernel's exact model."""
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,14 @@ def strided(x: Tensor, dim: int = -1) -> Tensor:
     """The chain of the even ones along ``dim`` and that of the odd ones, each from 0, added at the end; fp32."""
     x = x.movedim(dim, 0)
     return add_rn(chain_add(x[0::2], 0), chain_add(x[1::2], 0))
+
+
+def strided_fma(a: Tensor, b: Tensor, ways: int) -> Tensor:
+    """A chain of FMAs from 0 for each position modulo ``ways`` along the first dimension, added pairwise; fp32.
+
+    Two ways: the even positions' chain + the odd ones'. ValueError unless ``ways`` is a power of two.
+    """
+    return pairwise(torch.stack([chain_fma(a[way::ways], b[way::ways]) for way in range(ways)]), 0)
 
 
 def butterfly(x: Tensor, offsets: tuple[int, ...], op: Callable[[Tensor, Tensor], Tensor] = add_rn) -> Tensor:

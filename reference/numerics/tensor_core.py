@@ -6,8 +6,8 @@ One fused sum, d = c + Σ a_k · b_k over the K of one instruction:
    exponent is exponent(a) + exponent(b), its significand lies in [1, 4). A subnormal operand keeps the
    format's smallest exponent and is not normalised.
 2. All terms are aligned to the largest exponent E and cut toward zero to multiples of 2^(E − F), F = 25
-   fraction bits (13 for e4m3 in ``wgmma``). A zero product has no part in E; a zero accumulator has the
-   exponent −133, a subnormal one −126.
+   fraction bits (13 for e4m3 in ``wgmma``). A zero product has no part in E; a subnormal
+   accumulator has the exponent of the smallest normal, −126 (fp16: −14), a zero one seven less, −133 (−21).
 3. The cut terms are added exactly, so their order does not matter.
 4. The sum is cut toward zero to fp32, in the subnormal range to multiples of 2^-149, and to inf from
    2^128 on, though a term above 2^128 may cancel; e4m3 in ``wgmma`` keeps 13 fraction bits. An fp16
@@ -21,8 +21,9 @@ one FADD with c.
 
 How established. ``pytest -m hopper tests/hopper/test_tensor_core.py`` on an H200: no mismatch in 307 million fused
 sums a form, random bits, wide exponents, cancellation, subnormals, signed zeros, infinities and NaNs among
-them. 24 and 26 fraction bits, aligning zero products, and every other exponent of a zero accumulator
-from −252 to −121 fail there. tests/data/mma_h200.safetensors holds a sample for machines without a GPU.
+them. 24 and 26 fraction bits, aligning zero products, and every other exponent of a zero fp32 accumulator
+from −252 to −121 fail there; for a zero fp16 one −14 and −24 fail. tests/data/mma_h200.safetensors holds a sample for
+machines without a GPU.
 Where public sources differ: MMA-Sim (arXiv 2511.10909) has one fused sum of 32 for e4m3 in ``mma.sync`` and a zero
 accumulator at −126.
 """
@@ -77,7 +78,7 @@ _E4M3_GROUPS = tuple(tuple(k for k in range(32) if (k % 4 < 2) == first) for fir
 FORMS = {
     "bf16": Form(torch.bfloat16, torch.bfloat16),
     "fp16": Form(torch.float16, torch.float16),
-    "fp16_acc16": Form(torch.float16, torch.float16, torch.float16, lowest_c=-14),
+    "fp16_acc16": Form(torch.float16, torch.float16, torch.float16, lowest_c=-14, zero_c=-21),
     "e4m3": Form(torch.float8_e4m3fn, torch.float16, groups=_E4M3_GROUPS),
     "wgmma_bf16": Form(torch.bfloat16, torch.bfloat16),
     "wgmma_fp16": Form(torch.float16, torch.float16),
@@ -110,7 +111,9 @@ def fused_sum(
     if tuple(torch.broadcast_shapes(a.shape, b.shape)[:-1]) != tuple(c.shape):
         raise ValueError(f"c: got shape {tuple(c.shape)}, a {tuple(a.shape)} and b {tuple(b.shape)} need […] of […, K]")
     lowest_c = MIN_EXPONENT.get(c.dtype, -126)
-    form = Form(operand, operand, c.dtype, a.shape[-1], fraction_bits, result_bits, lowest_c=lowest_c)
+    form = Form(
+        operand, operand, c.dtype, a.shape[-1], fraction_bits, result_bits, lowest_c=lowest_c, zero_c=lowest_c - 7
+    )
     limit = CUDA_BLOCK_SUMS if c.is_cuda else CPU_BLOCK_SUMS
     a, b = (x.expand(*c.shape, -1).reshape(-1, 1, form.k).split(limit) for x in (a, b))
     parts = [mma(*block, form) for block in zip(a, b, c.reshape(-1, 1, 1).split(limit), strict=True)]

@@ -23,6 +23,7 @@ CHAIN_K, CHAIN_SUMS = 4096, 131_072
 COLUMNS = 8
 ALTERNATIVES = [
     {"zero_products_align": True},
+    {"zero_c": -21},
     {"zero_c": -126},
     {"zero_c": -252},
     {"lowest_c": -126},
