@@ -150,14 +150,14 @@ def model(inputs: Mapping[str, Tensor], params: Params, dtype: torch.dtype = tor
     for part in _parts(p):
         # [t, nb + 1, D]
         x = torch.cat([blocks[part, : params["nb"]].to(dtype), p[part, None].to(dtype)], dim=1)
-        logit = portable.total(x * w) / torch.sqrt(portable.total(x * x) / width + eps)
+        logit = portable.total(x * w) / portable.sqrt(portable.total(x * x) / width + eps)
         e = portable.exp(logit - logit.amax(1, keepdim=True))
         weight = e / portable.total(e)[:, None]
         mixture = portable.total(weight[..., None] * x, dim=1)
         if params["final"]:
             # From fp64 through fp32: a double rounding, so close to a tie that the bound allows for both sides.
             mixture = to_bf16(mixture.to(torch.float32)).to(dtype)
-        rms = torch.sqrt(portable.total(mixture * mixture) / width + out_eps)
+        rms = portable.sqrt(portable.total(mixture * mixture) / width + out_eps)
         output[part] = mixture / rms[:, None] * gamma
     return {"output": canonical_nan(output) if dtype == torch.float32 else output}
 

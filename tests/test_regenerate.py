@@ -67,6 +67,8 @@ def objection(function: Any, args: tuple, kwargs: dict) -> str:
         return f"takes integers alone, got {floating[0]}"
     if kwargs.get("alpha", 1) != 1:
         return "with alpha contracts a product and a sum"
+    if plain == "sqrt" and floating[0] != torch.float64:
+        return f"of {floating[0]} is not rounded as IEEE 754 has it; ieee.sqrt_rn is"
     if plain == "div" and floating and not isinstance(args[1], Tensor):
         return "by a number multiplies by its reciprocal on CUDA"
     if plain in ("add", "sub", "mul", "div") and any(dtype in NARROW for dtype in floating):
@@ -121,6 +123,7 @@ REFUSED = {
     "logsumexp": (lambda: X.logsumexp(-1), "is not in the list"),
     "pow": (lambda: X**0.3, "aten.pow"),
     "rsqrt": (lambda: X.rsqrt(), "aten.rsqrt"),
+    "square-root-in-fp32": (lambda: X.sqrt(), "ieee.sqrt_rn is"),
     "sigmoid": (lambda: X.sigmoid(), "aten.sigmoid"),
     "tanh": (lambda: X.tanh(), "aten.tanh"),
     "randn": (lambda: torch.randn(2), "aten.randn"),
@@ -153,7 +156,7 @@ ALLOWED = {
     "widen": lambda: BF_ONES.to(torch.float64),
     "fp64-to-fp32": lambda: X.double().to(torch.float32),
     "divide-by-tensor": lambda: X / torch.tensor(3.0),
-    "square-root": lambda: X.sqrt(),
+    "square-root-in-fp64": lambda: X.double().sqrt(),
     "maximum": lambda: X.amax(-1),
     "bf16-negation": lambda: -BF_ONES,
 }

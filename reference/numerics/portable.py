@@ -17,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from reference.numerics.ieee import CPU_BLOCK_ELEMS, CUDA_BLOCK_ELEMS
+from reference.numerics.ieee import CPU_BLOCK_ELEMS, CUDA_BLOCK_ELEMS, sqrt_rn
 
 _LN2_HIGH = float.fromhex("0x1.62e42feep-1")  # ln 2 with its last 21 bits clear: k · _LN2_HIGH is exact
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
@@ -88,6 +88,11 @@ def log(x: Tensor) -> Tensor:
     y = k * _LN2_HIGH + (k * _LN2_LOW + y * z)
     y = torch.where(wide == 0, -torch.inf, torch.where(wide == torch.inf, wide, y))
     return torch.where(wide >= 0, y, torch.nan).to(x.dtype)
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """√x; fp32 correctly rounded (``ieee.sqrt_rn``). torch's fp64 root may be an ULP off, so nothing stored takes it."""
+    return sqrt_rn(x) if x.dtype == torch.float32 else torch.sqrt(x)
 
 
 def _power_of_two(k: Tensor) -> Tensor:
