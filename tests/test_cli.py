@@ -80,6 +80,9 @@ def test_every_option_is_known_here() -> None:
         ("show", "case"),
         ("diff", "first"),
         ("diff", "second"),
+        ("measure", "file"),
+        ("fit", "file"),
+        ("fit", "--check"),
     }
 
 

@@ -274,7 +274,7 @@ def fit(
 
     try:
         found = mufu.fit(file)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, EOFError, ValueError, KeyError) as error:
         raise fail(f"{file}: no measurements of `goldens measure`, or none that fit ({error})", Exit.USAGE) from None
     names = [name for name in found if found[name] != coefficients().get(name)]
     out.print(f"differs: {', '.join(names)}" if names else "every coefficient as it was", markup=False)

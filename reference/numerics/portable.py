@@ -91,7 +91,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """√x; fp32 correctly rounded (``ieee.sqrt_rn``). torch's fp64 root may be an ULP off, so nothing stored takes it."""
+    """√x; fp32 correctly rounded (``ieee.sqrt_rn``). torch's fp64 root may be an ULP off: nothing stored takes it."""
     return sqrt_rn(x) if x.dtype == torch.float32 else torch.sqrt(x)
 
 
