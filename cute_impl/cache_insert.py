@@ -95,6 +95,7 @@ def cache_insert(
     """
     tensors = dict(zip(NAMES, (kv, k_pe, w_kva, cache, slots, k_scale_inv), strict=True))
     checks.check_eps(eps)
+    checks.check_flags(pdl=pdl, debug=debug)
     checks.check_forms(
         tensors,
         {
@@ -116,6 +117,8 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str =
     """The kernel as a candidate: inputs and eps in, the cache out as bytes. The given cache is written."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
+    runtime.require_names("inputs", inputs, NAMES)
+    runtime.require_names("params", params, ("eps",))
     tensors: dict[str, Any] = {name: inputs[name] for name in NAMES}
     cache_insert(**tensors, eps=params["eps"], debug=True)
     return {"cache": inputs["cache"].view(torch.uint8)}

@@ -5,7 +5,7 @@ were compiled for.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -41,6 +41,13 @@ def compile_kernel(key: tuple, make: Callable, *arguments, options: str = ""):
         if key not in _compiled:
             _compiled[key] = compile_now(make(), *arguments, options=options)
         return _compiled[key]
+
+
+def require_names(what: str, given: Mapping, names: tuple[str, ...]) -> None:
+    """ValueError if a name is missing from the dictionary of a candidate's inputs or parameters."""
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(f"{what}: {', '.join(missing)} missing; this kernel takes {', '.join(names)}")
 
 
 def require_hopper(device: torch.device) -> None:

@@ -9,6 +9,11 @@ from goldens.mla_query import KERNEL as _MLA_QUERY
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_FMHA, _ATTN_RES, _MLA_QUERY, _CACHE_INSERT)}
 
 
+_IDS = [case.id for kernel in KERNELS.values() for case in kernel.cases]
+if len(_IDS) != len(set(_IDS)):
+    raise ValueError(f"cases: these ids occur twice: {sorted({i for i in _IDS if _IDS.count(i) > 1})}")
+
+
 def find(case_id: str) -> Case:
     """The case of an id such as ``fmha/d64-n64-normal``; ValueError with the nearest ids if there is none."""
     import difflib

@@ -178,6 +178,10 @@ def make_case(
 ) -> Case:
     """A case by its dimensions; n is N, or (Nq, Nk); heads is (Hq, Hkv) of one batch."""
     n_q, n_k = (n, n) if isinstance(n, int) else n
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe: got {recipe!r}, allowed are {', '.join(RECIPES)}")
+    if min(n_q, n_k, batch, *heads) < 1 or heads[0] % heads[1]:
+        raise ValueError(f"n, batch, heads: got {n}, {batch}, {heads}; all are at least 1, Hq a multiple of Hkv")
     length = f"n{n_q}" if n_q == n_k else f"q{n_q}-k{n_k}"
     parts = [f"d{d}", "causal" if causal else "", length, f"b{batch}" if batch > 1 else ""]
     parts += [f"h{heads[0]}-{heads[1]}" if heads != (1, 1) else "", "" if scale is None else f"scale{scale:g}", recipe]

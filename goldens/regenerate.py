@@ -1,5 +1,6 @@
 """Making goldens again: in memory to check them, or to files that appear together."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,9 @@ def regenerate(
     """
     cases = list(cases)
     data = root or store.DATA
-    manifest = _read_manifest(data, may_lack=not check)
     made, differences = {}, []
-    with store.staging() as stage:
+    with _locked(data, check), store.staging() as stage:
+        manifest = _read_manifest(data, may_lack=not check)
         for case in cases:
             tensors = store.compute(KERNELS[case.kernel], case)
             made[case.id], content = store.entry(case, tensors), store.to_bytes(case, tensors)
@@ -69,14 +70,17 @@ def regenerate(
         differences += [Difference(case_id, "in the manifest, but there is no such case") for case_id in stale]
         differences += [Difference(str(path), "a file of no case") for path in foreign]
         if not check:
-            # Read again: another run may have written other cases meanwhile.
-            entries = _read_manifest(data, may_lack=True) | made
-            kept = {case_id: entry for case_id, entry in entries.items() if case_id not in stale}
+            kept = {case_id: entry for case_id, entry in (manifest | made).items() if case_id not in stale}
             stage.add(data / store.MANIFEST, store.manifest_bytes(kept))
             stage.publish()
             for path in foreign if root is None else []:  # another folder's files are not ours to remove
                 path.unlink()
     return differences
+
+
+def _locked(data: Path, check: bool) -> contextlib.AbstractContextManager[None]:
+    """The folder held against other runs; a folder that is not there needs no holding to be checked."""
+    return store.locked(data, exclusive=not check) if data.is_dir() or not check else contextlib.nullcontext()
 
 
 def _read_manifest(data: Path, may_lack: bool) -> dict[str, Any]:

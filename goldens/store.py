@@ -8,6 +8,7 @@ names as ``regenerated`` are left out of its file, and made again by its recipe 
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -133,6 +134,23 @@ def write_manifest(entries: dict[str, Any], root: Path = DATA) -> None:
     write_text(root / MANIFEST, manifest_bytes(entries).decode())
 
 
+@contextlib.contextmanager
+def locked(folder: Path, exclusive: bool) -> Iterator[None]:
+    """Hold the folder against other runs that write to it. GoldenError if one is at work there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    try:
+        fcntl.flock(handle, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise GoldenError(f"{folder}: another run is writing goldens there; wait for it") from None
+    finally:
+        os.close(handle)
+
+
 def _unwritable(path: Path, error: OSError) -> GoldenError:
     return GoldenError(f"{path}: cannot be written ({error.strerror}); make its folder writable or choose another")
 
@@ -145,6 +163,8 @@ class Staging:
 
     def add(self, path: Path, content: bytes) -> None:
         """Write ``content`` beside its place under a temporary name. GoldenError if that cannot be done."""
+        if path.exists() and not path.is_file():
+            raise GoldenError(f"{path}: is there and is no regular file; choose another")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
@@ -161,16 +181,19 @@ class Staging:
         return {temporary for temporary, _ in self._files}
 
     def publish(self) -> None:
-        """Rename every file to its place; signals wait until all are there. GoldenError if that cannot be done."""
+        """Rename every file to its place, in the order they were added; signals wait until all are there.
+
+        GoldenError if that cannot be done.
+        """
         held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
         try:
             while self._files:
-                temporary, path = self._files[-1]
+                temporary, path = self._files[0]
                 try:
                     os.replace(temporary, path)
                 except OSError as error:
                     raise _unwritable(path, error) from None
-                self._files.pop()
+                self._files.pop(0)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
@@ -195,7 +218,8 @@ def read(path: Path) -> tuple[dict[str, Any], Tensors]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(json.loads((file.metadata() or {})["golden"]))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Cloned: a tensor's place in the file need not be aligned as kernels want it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise GoldenError(f"{path}: missing; `goldens regenerate` writes it") from None
     except (KeyError, TypeError, ValueError):

@@ -39,7 +39,7 @@ Tensors = dict[str, Tensor]
 Params = Mapping[str, Any]
 
 D = 7168
-MAX_NB = 8
+MAX_NB, MAX_AUX = 8, 64
 CTAS, WARPS, LANES, COLUMNS = 7, 4, 32, 8  # of a cluster, of a CTA, of a warp, of a thread
 THREADS = CTAS * WARPS * LANES
 SENTINEL = -0x80000000  # 0x80000000 as int32: the bf16 pair (+0, −0)
@@ -64,7 +64,7 @@ def _check_params(params: Params) -> None:
     for name in ("has_delta", "final"):
         if not isinstance(params[name], bool):
             raise ValueError(f"{name}: got {params[name]!r}, allowed are True and False")
-    for name, low, high in (("nb", 0, MAX_NB), ("slots", 0, None), ("write", -1, None), ("aux", 0, None)):
+    for name, low, high in (("nb", 0, MAX_NB), ("slots", 0, None), ("write", -1, None), ("aux", 0, MAX_AUX)):
         value = params[name]
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not (whole and value >= low and (high is None or value <= high)):
@@ -79,6 +79,9 @@ def _check_params(params: Params) -> None:
 
 
 def _check_tensors(inputs: Mapping[str, Tensor], params: Params) -> None:
+    for name, x in inputs.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: got {type(x).__name__}, allowed is a tensor")
     prefix, blocks, delta = inputs["prefix"], inputs["blocks"], inputs["delta"]
     tokens, slots = prefix.shape[0] if prefix.dim() else 0, params["slots"]
     shapes = {

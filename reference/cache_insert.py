@@ -77,6 +77,8 @@ def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
     free: dict[str, tuple[int, str]] = {}
     for name, (shape, dtypes) in forms.items():
         x = inputs[name]
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: got {type(x).__name__}, allowed is a tensor")
         form = "[" + ", ".join(str(extent) for extent in shape) + "]"
         if x.dim() != len(shape):
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {form}")

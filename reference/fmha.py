@@ -32,6 +32,8 @@ def check(inputs: Mapping[str, Tensor], params: Params) -> None:
         raise ValueError(f"inputs: {', '.join(missing)} missing; fmha takes q, k and v")
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: got {type(x).__name__}, allowed is a tensor")
         if x.dim() != 3:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is [batch · heads, N, d]")
         if x.dtype != torch.bfloat16:

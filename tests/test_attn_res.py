@@ -408,7 +408,7 @@ def test_inputs_must_be_the_interfaces() -> None:
         ({"slots": -1}, "slots: got -1, allowed are whole numbers from 0 on"),
         ({"write": 1}, "write: got 1, blocks has R = 1 rows: allowed are −1 … R − 1"),
         ({"write": -2}, "write: got -2, allowed are whole numbers from -1 on"),
-        ({"aux": -1}, "aux: got -1, allowed are whole numbers from 0 on"),
+        ({"aux": -1}, "aux: got -1, allowed are whole numbers 0 … 64"),
         ({"has_delta": 1}, "has_delta: got 1, allowed are True and False"),
         ({"final": None}, "final: got None, allowed are True and False"),
         ({"eps": 0.0}, "eps: got 0.0, allowed is an fp32 number from 1.17"),

@@ -169,11 +169,11 @@ def test_regenerate_check_fails_on_a_damaged_copy_and_mends_it_without(folder: P
     options = ("--case", SMALL, "--out", folder)
     result = run("regenerate", "--check", *options)
     assert (result.exit_code, result.stdout) == (1, f"{SMALL}: its file does not hold these bytes\n")
-    assert "1 differences" in result.stderr
+    assert "differences: 1" in result.stderr
     assert path.read_bytes() != whole
     result = run("regenerate", *options)
     assert result.exit_code == 0
-    assert "CHANGELOG.md" in result.stdout
+    assert "differences: 1, now written" in result.stdout
     assert path.read_bytes() == whole
     assert run("regenerate", "--check", *options).exit_code == 0
 
@@ -322,9 +322,9 @@ def test_a_failing_report_ends_with_1_and_says_where(tmp_path: Path) -> None:
     assert exact["worst"][1]["where"] == {"tile": 0, "batch": 0, "warp": 0, "lane": 9, "register": 0}
     for text in (result.stdout, (tmp_path / "r.md").read_text()):
         assert f"{NORMAL} k2 o against exact: 5 of 4096 elements differ, 1 of them in class" in text
-        assert "all of the worst 5 come from tile 0" in text
+        assert "all 5 come from tile 0" in text
         assert "[0, 2, 16]: got 0x" in text
-        assert f"again: goldens verify --case {NORMAL}" in text
+        assert f"again: goldens report --case {NORMAL}" in text
 
 
 def test_verify_runs_the_kernels_or_names_what_is_missing() -> None:
@@ -416,7 +416,7 @@ def test_doctor_names_what_is_wrong_with_its_remedy(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(store, "read_manifest", damaged)
     monkeypatch.setattr(doctor, "require_subnormals", flushing)
-    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "cutlass", None)
     lines = run("doctor").stdout.splitlines()
     assert "no   read the committed goldens: manifest.json: damaged; restore it from git" in lines
     assert any(line.startswith("no   make goldens") and "set_flush_denormal(False)" in line for line in lines)

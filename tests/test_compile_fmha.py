@@ -4,11 +4,14 @@ Counted in PTX, where each instruction of ``cute_impl.ptx`` stands once for each
 a rounding that is missing or one too many shows as a number.
 """
 
+import importlib
 import re
 from collections import Counter
 
 import pytest
+import torch
 
+from cute_impl import runtime
 from cute_impl.fmha import k2
 from tools.disassemble import sass
 
@@ -83,3 +86,26 @@ def test_tile_and_threads(variant):
     _, ptx, *_ = variant
     assert re.search(r"\.reqntid 256, 1, 1", ptx)
     assert ".target sm_90a" in ptx
+
+
+@pytest.mark.parametrize(
+    ("kernel", "inputs", "message"),
+    [
+        ("fmha", {"q": 1}, "inputs: k, v missing; this kernel takes q, k, v"),
+        ("fmha", {"q": None, "k": None, "v": None}, "q: got NoneType, allowed is a tensor"),
+        ("attn_res", {}, "inputs: delta, prefix, blocks, norm, query, gamma missing"),
+        ("mla_query", {}, "inputs: qkv, "),
+        ("cache_insert", {}, "inputs: kv, "),
+    ],
+)
+def test_candidates_name_what_is_missing(kernel, inputs, message):
+    run = importlib.import_module(f"cute_impl.{kernel}").run
+    with pytest.raises(ValueError, match=message):
+        run(inputs, {})
+
+
+def test_views_are_what_was_compiled_for_also_with_a_batch_of_1():
+    """torch's own order of dimensions is ambiguous there."""
+    for batch in (1, 2):
+        view = runtime.view(torch.zeros(batch, 128, 64, dtype=torch.bfloat16).permute(1, 2, 0), {0: 64, 2: 1}, k2.ORDER)
+        assert str(view).split(" o ")[1].startswith("(?{div=64},64,?):(64,1,?{i64 div=4096})")

@@ -431,3 +431,51 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, write: Callable
     (tmp_path / "file").write_text("")
     with pytest.raises(GoldenError, match=rf"{tmp_path}/file/x.*: cannot be written .*make its folder writable"):
         write(tmp_path / "file" / "x", "text")
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "pipe").unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(GoldenError, match=r"pipe: is there and is no regular file; choose another"):
+        store.write_text(tmp_path / "pipe", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["write", "check"])
+def test_a_folder_that_another_run_writes_to_is_left_alone(folder: Path, check: bool) -> None:
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with store.locked(folder, exclusive=True), pytest.raises(GoldenError, match="another run is writing goldens there"):
+        regenerate([CASE], check=check, root=folder)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_manifest_is_published_last(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "fmha" / f"{CASE.name}.safetensors").unlink()
+    published, replace = [], os.replace
+    monkeypatch.setattr(store.os, "replace", lambda a, b: (published.append(Path(b).name), replace(a, b)))
+    regenerate([CASE], check=False, root=folder)
+    assert published == [f"{CASE.name}.safetensors", store.MANIFEST]
+
+
+def test_tensors_of_a_golden_are_aligned_for_kernels() -> None:
+    for case in (CASE, LIGHT):
+        assert all(x.data_ptr() % 16 == 0 for x in store.load(case, store.read_manifest()).values())
+
+
+def test_the_cache_forgets_what_was_used_longest_ago(
+    cache: Path, listed: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = cache / "fmha" / "old.safetensors"
+    old.parent.mkdir(parents=True)
+    old.write_bytes(bytes(900_000))
+    monkeypatch.setenv("GOLDENS_CACHE_MB", "1")
+    store.obtain(KERNEL, ON_DEMAND, listed)
+    size = store.path_of(ON_DEMAND).stat().st_size
+    assert old.exists() == (900_000 + size <= 10**6)
+    monkeypatch.setenv("GOLDENS_CACHE_MB", "0")
+    store.path_of(ON_DEMAND).unlink()
+    store.obtain(KERNEL, ON_DEMAND, listed)
+    assert not store.path_of(ON_DEMAND).exists()
+    monkeypatch.setenv("GOLDENS_CACHE_MB", "much")
+    with pytest.raises(GoldenError, match=r"GOLDENS_CACHE_MB: got 'much', allowed is a whole number"):
+        store.obtain(KERNEL, ON_DEMAND, listed)

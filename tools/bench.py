@@ -14,8 +14,19 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from tools.candidates import HardwareMissing, require_hopper
+
 FEATURES, TOKENS = 2048, 16384
 LENGTHS = (512, 1024, 4096, 16384)
+
+
+def require_gpu() -> None:
+    """Exit code 3 and a sentence without an sm_90 GPU."""
+    try:
+        require_hopper()
+    except HardwareMissing as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(3) from None
 
 
 def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
@@ -51,6 +62,7 @@ def measure(d: int, causal: bool, n: int) -> tuple[float, float]:
 
 def main(lengths: list[int]) -> None:
     """Print the table."""
+    require_gpu()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; TFLOP/s, k2 / SDPA\n")
     print("| d, causal | " + " | ".join(f"N = {n}" for n in lengths) + " |")
     print("|---|" + "---|" * len(lengths))

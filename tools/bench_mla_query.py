@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.bench import require_gpu
 from tools.bench_attn_res import microseconds
 
 HEADS, ROWS = (12, 6), (1, 2, 3, 4, 8, 16, 32, 64)
@@ -62,6 +63,7 @@ def measure(heads: int, rows: int, schedule: str, **options: Any) -> float:
 
 def main(kinds: list[str]) -> None:
     """Print the table; ``staging`` adds both ways to stage Q_B."""
+    require_gpu()
     from cute_impl.mla_query import SMALL_B, schedule_for
 
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; µs a launch\n")

@@ -1,6 +1,7 @@
 """``goldens``: list, make, verify and report. Exit codes: 0 pass, 1 fail, 2 usage, 3 hardware is missing."""
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -17,7 +18,7 @@ from goldens import store
 from goldens.case import Case
 from goldens.compare import against_exact
 from goldens.judge import judge, select
-from goldens.regenerate import all_cases
+from goldens.regenerate import Difference, all_cases
 from goldens.regenerate import regenerate as make
 from tools import candidates, doctor, report
 
@@ -106,10 +107,14 @@ def regenerate(
 ) -> None:
     """Make goldens again and say what differs from those that are here."""
     cases = choose(kernel, case, everything)
-    differences = []
+    differences: list[Difference] = []
+    for number in (signal.SIGTERM, signal.SIGHUP):  # end as an interruption does, so that nothing is left behind
+        signal.signal(number, signal.default_int_handler)
     try:
         each(cases, "goldens", lambda done: differences.extend(make(cases, check=check, root=folder, progress=done)))
     except store.GoldenError as error:
+        raise fail(str(error), Exit.FAIL) from None
+    except ValueError as error:
         raise fail(str(error), Exit.FAIL) from None
     except KeyboardInterrupt:
         raise fail("interrupted; nothing was written", Exit.FAIL) from None
@@ -118,11 +123,11 @@ def regenerate(
     if not differences:
         out.print(f"{len(cases)} cases made again, every byte as it was")
     elif check:
-        raise fail(f"{len(differences)} differences", Exit.FAIL)
+        raise fail(f"differences: {len(differences)}", Exit.FAIL)
     else:
-        out.print(
-            f"{len(differences)} differences, now written; a golden that changes needs its reason in CHANGELOG.md"
-        )
+        out.print(f"differences: {len(differences)}, now written")
+        if any(difference.what.startswith("changed") for difference in differences):
+            out.print("a golden that changes needs its reason in CHANGELOG.md")
 
 
 def run_cases(
@@ -194,7 +199,7 @@ def make_report(
 
     def exact(case: Case, schedule: str) -> tuple[str, candidates.Candidate]:
         reference = goldens.KERNELS[case.kernel].reference
-        return "exact model", lambda inputs, params: reference.exact(inputs, params, schedule)
+        return report.EXACT_MODEL, lambda inputs, params: reference.exact(inputs, params, schedule)
 
     publish(run_cases(choose(kernel, case), exact), "Exact models against model and oracle", json_file, markdown)
 

@@ -1,6 +1,6 @@
 """What this machine can and cannot do, and how to mend what it cannot."""
 
-import importlib.util
+import importlib
 
 import torch
 
@@ -60,8 +60,10 @@ def _store_problem() -> str | None:
 
 
 def _compiler_problem() -> str | None:
-    if importlib.util.find_spec("cutlass") is None:
-        return f"the CuTe DSL is missing; pip install 'nvidia-cutlass-dsl[cu13]=={DSL_VERSION}'"
+    try:
+        importlib.import_module("cutlass")
+    except ImportError as error:
+        return f"the CuTe DSL cannot be imported ({error}); pip install 'nvidia-cutlass-dsl[cu13]=={DSL_VERSION}'"
     found = version("nvidia-cutlass-dsl")
     if found not in (None, DSL_VERSION):
         return f"nvidia-cutlass-dsl is {found}, the goldens were proven with {DSL_VERSION}; install that"

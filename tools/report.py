@@ -12,6 +12,7 @@ from goldens.compare import Verdict
 from tools.environment import environment
 
 FORMAT = 1
+EXACT_MODEL = "exact model"  # the candidate of `goldens report`
 COLUMNS = ("case", "schedule", "output", "against exact", "ULPs of model", "bound used", "error ratio", "verdict")
 
 
@@ -59,7 +60,7 @@ def details(result: Result) -> list[str]:
             lines.append("  elements by ULPs: " + ", ".join(f"≤{high}: {n}" for high, n in verdict.histogram.items()))
         for part, values in _places(verdict).items():
             if len(values) == 1:
-                lines.append(f"  all of the worst {len(verdict.worst)} come from {part} {values.pop()}")
+                lines.append(f"  all {verdict.differing} come from {part} {values.pop()}")
         for e in verdict.worst:
             place = " ".join(f"{part} {number}" for part, number in e.where.items())
             lines.append(
@@ -67,7 +68,8 @@ def details(result: Result) -> list[str]:
                 + (f"; {place}" if place else "")
             )
     if lines:
-        lines.append(f"  again: goldens verify --case {result.case.id}")
+        command = "report" if result.candidate == EXACT_MODEL else "verify"
+        lines.append(f"  again: goldens {command} --case {result.case.id}")
     return lines
 
 
@@ -76,7 +78,8 @@ def _places(verdict: Verdict) -> dict[str, set[int]]:
     for element in verdict.worst:
         for part, number in element.where.items():
             parts.setdefault(part, set()).add(number)
-    return parts if len(verdict.worst) > 1 else {}
+    # Only where every differing element is listed do the listed ones speak for all.
+    return parts if 1 < verdict.differing == len(verdict.worst) else {}
 
 
 def summary(results: Iterable[Result]) -> str:

@@ -26,6 +26,7 @@ from cute_impl.attn_res.cluster7 import (
     starts_early,
 )
 
+MAX_AUX = 64
 BOUNDED_POLLS = 1 << 20  # reads of a fragment before ``run`` gives up: of the order of a second
 
 
@@ -63,9 +64,12 @@ def attn_res(
 
     ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
-    nb = blocks.shape[1] if nb is None and blocks.dim() == 3 else nb or 0
+    if nb is None:
+        nb = blocks.shape[1] if isinstance(blocks, Tensor) and blocks.dim() == 3 else 0
+    if not isinstance(aux, Sequence):
+        raise ValueError(f"aux: got {type(aux).__name__}, allowed is a sequence of tensors")
     config = _config(nb, slots, has_delta, write, final, len(aux), schedule)
-    _check_numbers(eps, out_eps, polls)
+    _check_numbers(eps, out_eps, polls, pdl)
     tensors = {"prefix": prefix, "delta": delta, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {} if out is None else {"out": out}
     tensors |= {f"aux{i}": x for i, x in enumerate(aux)}
@@ -90,7 +94,12 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str =
 
     The given prefix, blocks and delta are overwritten and returned. A mailbox that is never filled is a TimeoutError.
     """
+    runtime.require_names("inputs", inputs, TENSORS[:6])
+    runtime.require_names("params", params, ("nb", "slots", "has_delta", "write", "final", "eps", "out_eps", "aux"))
     prefix, slots = inputs["prefix"], params["slots"]
+    flags = (params["has_delta"], params["write"], params["final"])
+    _config(params["nb"], slots, *flags, params["aux"], schedule)
+    _check_form("prefix", prefix, "[T, D]")
     aux = [torch.empty_like(prefix) for _ in range(params["aux"])]
     options = {name: params[name] for name in ("nb", "slots", "has_delta", "write", "final", "eps", "out_eps")}
     status = torch.zeros(4, dtype=torch.int32, device=prefix.device) if slots else None
@@ -110,7 +119,12 @@ def _config(nb: int, slots: int, has_delta: bool, write: int, final: bool, aux: 
     for name, flag in (("has_delta", has_delta), ("final", final)):
         if not isinstance(flag, bool):
             raise ValueError(f"{name}: got {flag!r}, allowed are True and False")
-    for name, value, low, high in (("nb", nb, 0, MAX_BLOCKS), ("slots", slots, 0, None), ("write", write, -1, None)):
+    for name, value, low, high in (
+        ("nb", nb, 0, MAX_BLOCKS),
+        ("slots", slots, 0, None),
+        ("write", write, -1, None),
+        ("aux", aux, 0, MAX_AUX),
+    ):
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not whole or value < low or (high is not None and value > high):
             limits = f"from {low} on" if high is None else f"{low} … {high}"
@@ -118,12 +132,14 @@ def _config(nb: int, slots: int, has_delta: bool, write: int, final: bool, aux: 
     return Config(nb, slots, has_delta, write, final, aux, schedule)
 
 
-def _check_numbers(eps: float, out_eps: float, polls: int) -> None:
+def _check_numbers(eps: float, out_eps: float, polls: int, pdl: bool) -> None:
+    if not isinstance(pdl, bool):
+        raise ValueError(f"pdl: got {pdl!r}, allowed are True and False")
     fp32 = torch.finfo(torch.float32)
     for name, value in (("eps", eps), ("out_eps", out_eps)):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not fp32.tiny <= value <= fp32.max:
             raise ValueError(f"{name}: got {value!r}, allowed is a number from {fp32.tiny} to {fp32.max}")
-    if not isinstance(polls, int) or not 0 <= polls < 1 << 31:
+    if not isinstance(polls, int) or isinstance(polls, bool) or not 0 <= polls < 1 << 31:
         raise ValueError(f"polls: got {polls!r}, allowed are 0 (no bound) … 2^31 − 1")
 
 
@@ -134,8 +150,7 @@ def _check_tensors(config: Config, tensors: Mapping[str, Tensor]) -> None:
     for name, x in tensors.items():
         form = "[D]" if name in vector else "[T, R, D]" if name == "blocks" else matrix
         form = "[slots, capacity, D]" if name == "delta" and config.slots else form
-        if x.dim() != form.count(",") + 1:
-            raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {form}")
+        _check_form(name, x, form)
         if x.shape[-1] != D:
             raise ValueError(f"{name}: got width {x.shape[-1]}, allowed is D = {D}")
         if x.dtype != torch.bfloat16:
@@ -157,6 +172,13 @@ def _check_tensors(config: Config, tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"write: got {config.write}, blocks has R = {rows} rows: allowed are −1 … R − 1")
     if RANKS * prefix.shape[0] >= 1 << 31:
         raise ValueError(f"prefix: got {prefix.shape[0]} tokens, allowed are at most {((1 << 31) - 1) // RANKS}")
+
+
+def _check_form(name: str, x: Any, form: str) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name}: got {type(x).__name__}, allowed is a tensor {form}")
+    if x.dim() != form.count(",") + 1:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, allowed is {form}")
 
 
 def _check_strides(name: str, x: Tensor, compact: bool) -> None:

@@ -35,6 +35,7 @@ def attention(
 
 def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str = "k2") -> dict[str, Tensor]:
     """The kernel as a candidate: inputs q, k, v and parameters causal, scale in, o out."""
+    runtime.require_names("inputs", inputs, ("q", "k", "v"))
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
     return {"o": attention(q, k, v, params.get("causal", False), params.get("scale"), schedule)}
 
@@ -43,6 +44,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, s
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: got {type(x).__name__}, allowed is a tensor")
         if x.dtype != torch.bfloat16:
             raise ValueError(f"{name}: got {x.dtype}, allowed is torch.bfloat16")
         if x.dim() != 3 or x.shape[2] not in (64, 128):

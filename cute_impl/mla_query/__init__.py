@@ -88,10 +88,12 @@ def mla_query(
 
 def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str = "small") -> dict[str, Tensor]:
     """The kernel as a candidate: output and cache, as bytes. The given cache is written."""
-    heads = inputs["w_uk"].shape[0]
+    runtime.require_names("inputs", inputs, INPUTS)
+    runtime.require_names("params", params, ("heads", "eps"))
+    tensors: dict[str, Any] = {name: inputs[name] for name in INPUTS}
+    heads = _check_tensors(tensors, None)
     if params["heads"] != heads:
         raise ValueError(f"heads: got {params['heads']}, w_uk has {heads}")
-    tensors: dict[str, Any] = {name: inputs[name] for name in INPUTS}
     output = mla_query(**tensors, eps=params["eps"], schedule=schedule, debug=True)
     return {"output": output, "cache": inputs["cache"].view(torch.uint8)}
 
@@ -99,8 +101,9 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str =
 def _check_tensors(tensors: Mapping[str, Tensor], out: Tensor | None) -> int:
     """Shapes, dtypes, devices, strides and alignment; returns the number of heads."""
     w_uk, qkv = tensors["w_uk"], tensors["qkv"]
-    heads = w_uk.shape[0] if w_uk.dim() == 3 else 0
-    if w_uk.dim() == 3 and heads not in CLUSTER:
+    cube = isinstance(w_uk, Tensor) and w_uk.dim() == 3
+    heads = w_uk.shape[0] if cube else 0
+    if cube and heads not in CLUSTER:
         raise ValueError(f"heads: got {heads} (of w_uk), allowed are {', '.join(map(str, CLUSTER))}")
     bf16, fp32 = torch.bfloat16, torch.float32
     forms = {
@@ -135,9 +138,7 @@ def _check_options(schedule: str, q_b_cp_async: bool, pdl: bool, heads: int, row
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
     if schedule == "small" and rows > SMALL_B[heads]:
         raise ValueError(f"qkv: got B = {rows}, schedule small takes 1 … {SMALL_B[heads]} with {heads} heads")
-    for name, flag in (("q_b_cp_async", q_b_cp_async), ("pdl", pdl)):
-        if not isinstance(flag, bool):
-            raise ValueError(f"{name}: got {flag!r}, allowed are True and False")
+    checks.check_flags(q_b_cp_async=q_b_cp_async, pdl=pdl)
     if not q_b_cp_async and pdl:
         raise ValueError("q_b_cp_async: got False (one bulk copy), allowed with pdl=False only")
 

@@ -30,12 +30,21 @@ def check_eps(eps: Any) -> None:
         raise ValueError(f"eps: got {eps!r}, allowed is a finite number from 0 on that fp32 holds exactly")
 
 
+def check_flags(**flags: object) -> None:
+    """ValueError where a flag is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}: got {flag!r}, allowed are True and False")
+
+
 def check_forms(tensors: Mapping[str, Tensor], forms: Mapping[str, Form]) -> None:
     """ValueError where a tensor is not of its form, or not on the device of the first."""
     first = next(iter(forms))
     free: dict[str, tuple[int, str]] = {}
     for name, form in forms.items():
         x = tensors[name]
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name}: got {type(x).__name__}, allowed is a tensor")
         wanted = "[" + ", ".join(map(str, form.shape)) + "]"
         known = {extent: free[extent][0] for extent in form.shape if isinstance(extent, str) and extent in free}
         if x.dim() != len(form.shape) or any(
