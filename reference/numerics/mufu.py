@@ -98,7 +98,7 @@ def _elementwise(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Ten
         block = CUDA_BLOCK_ELEMS if x.is_cuda else CPU_BLOCK_ELEMS
         bits = x.contiguous().view(torch.int32).view(-1)
         out = torch.empty_like(bits)
-        for source, target in zip(bits.split(block), out.split(block), strict=True):
+        for source, target in zip(bits.split(block), out.split(block), strict=True) if bits.numel() else ():
             target.copy_(function(source))
         return out.view(torch.float32).view(x.shape)
 
@@ -150,8 +150,9 @@ def ex2_approx_ftz(x: Tensor) -> Tensor:
     fraction = fixed & _MANTISSA
     result = _truncate(_quadratic("ex2", fraction >> OFFSET_BITS, fraction & _OFFSET))
     result += fixed.sub_(fraction)
-    result &= ~_less(result, _EXPONENT_ONE)
-    return result.bitwise_or_(_nan(x & FP32_NAN)).bitwise_and_(FP32_NAN)
+    result = torch.threshold(result, _EXPONENT_ONE - 1, 0)  # 0 unless above
+    magnitude = x & FP32_NAN
+    return _choose(_nan(magnitude), FP32_NAN, result) if int(magnitude.max()) > _INF else result
 
 
 @_elementwise
