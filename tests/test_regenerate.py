@@ -37,7 +37,7 @@ VIEWS = (
 )
 COPIES = (
     "_local_scalar_dense _to_copy cat clone constant_pad_nd copy fill flip gather index index_copy index_put "
-    "index_select masked_fill nonzero repeat roll scatter slice_scatter stack threshold tril triu where zero"
+    "index_select masked_fill nonzero repeat roll scatter slice_scatter stack tril triu where zero"
 )
 ROUNDED_ONCE = "abs add ceil clamp clamp_max clamp_min div floor frexp mul neg round rsub sign sqrt sub trunc"
 ORDER_FREE = "all amax amin any max maximum min minimum"

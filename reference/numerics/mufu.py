@@ -150,7 +150,7 @@ def ex2_approx_ftz(x: Tensor) -> Tensor:
     fraction = fixed & _MANTISSA
     result = _truncate(_quadratic("ex2", fraction >> OFFSET_BITS, fraction & _OFFSET))
     result += fixed.sub_(fraction)
-    result = torch.threshold(result, _EXPONENT_ONE - 1, 0)  # 0 unless above
+    result &= ~_less(result, _EXPONENT_ONE)
     magnitude = x & FP32_NAN
     return _choose(_nan(magnitude), FP32_NAN, result) if int(magnitude.max()) > _INF else result
 

@@ -55,7 +55,7 @@ def rate(benchmark, count: int, function: Callable, *arguments, rounds: int = 8)
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_elementwise(benchmark, function, floor):
-    assert rate(benchmark, ELEMS, function, normal(ELEMS).abs() * 3) > floor
+    assert rate(benchmark, ELEMS, function, normal(ELEMS).abs() * 3, rounds=40) > floor
 
 
 def test_fma(benchmark):
