@@ -138,19 +138,20 @@ class Mma:
                 mD[where[i]] = d[i]
 
 
-def compile_mma(name: str):
-    """Compile the kernel of one ``mma.sync`` form for sm_90a; needs no GPU."""
+def compile_mma(name: str, options: str = ""):
+    """Compile the kernel of one ``mma.sync`` form for sm_90a; needs no GPU. ``options`` go to ``cute.compile``."""
     form = MMA_FORMS[name]
     n = cute.sym_int()
     words = form.k * form.operand_bytes // 4
     c = runtime.fake(form.accumulator, (n, 16, 8 if form.accumulator is Float32 else 4))
     return runtime.compile_kernel(
-        ("mma", name),
+        ("mma", name, options),
         lambda: Mma(form),
         runtime.fake(Int32, (n, 16, words)),
         runtime.fake(Int32, (n, 8, words)),
         c,
         c,
+        options=options,
     )
 
 

@@ -16,7 +16,7 @@ _TINY = 2.0**-126
 _LEAST = 2.0**-149
 D = reference.D
 
-# --- inputs -------------------------------------------------------------------------------------------
+# Inputs.
 
 Fill = Callable[[str, tuple[int, ...]], Tensor]
 _QUERY = 2.0**-6  # scores of normal rows are then about 1
@@ -243,7 +243,7 @@ def inputs(case: Case) -> Tensors:
     return x
 
 
-# --- cases --------------------------------------------------------------------------------------------
+# Cases.
 
 # Different, so that one in the other's place is noticed; both as fp32 holds them.
 _EPS = {1e-5: float.fromhex("0x1.4f8b58p-17"), 1e-6: float.fromhex("0x1.0c6f7ap-20")}
@@ -340,7 +340,7 @@ _CASES = (
 )
 
 
-# --- tolerances ---------------------------------------------------------------------------------------
+# Tolerances.
 
 # Roundings, in units u = 2^-24 of fp32. A sum's terms pass through
 #   cluster7: 8 FMAs of a thread, 5 butterfly stages, 2 of the warps, 4 of the CTAs: 19

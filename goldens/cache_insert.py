@@ -20,7 +20,7 @@ EPS = float.fromhex("0x1.0c6f7ap-20")  # fp32 nearest to 1e-6
 UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
 LEAST = 2.0**-149
 
-# --- inputs -------------------------------------------------------------------------------------------
+# Inputs.
 
 Values = Callable[[str, int], Tensors]  # label and B to kv, k_pe and w_kva, and k_scale_inv if it depends on them
 
@@ -216,7 +216,7 @@ def inputs(case: Case) -> Tensors:
     return make_inputs(RECIPES[values], pattern, case.id, *(case.dims[name] for name in ("rows", "pages", "page_size")))
 
 
-# --- cases --------------------------------------------------------------------------------------------
+# Cases.
 
 
 def make_case(
@@ -276,7 +276,7 @@ _CASES = (
 )
 
 
-# --- tolerances ---------------------------------------------------------------------------------------
+# Tolerances.
 
 # Roundings, in units u = 2^-24 of fp32, from kv to the value that is rounded to bf16. The mean square has those of a
 # sum of positive terms (sum) and two more, eps added and the division (the insert's product with 1/512 is exact, its

@@ -14,7 +14,7 @@ from reference.numerics.formats import to_bf16
 _UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
 _TINY = 2.0**-126
 
-# --- inputs -------------------------------------------------------------------------------------------
+# Inputs.
 
 
 def _normal(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
@@ -161,7 +161,7 @@ def inputs(case: Case) -> Tensors:
     return RECIPES[case.recipe](case.id, q, kv)
 
 
-# --- cases --------------------------------------------------------------------------------------------
+# Cases.
 
 
 def make_case(
@@ -230,7 +230,7 @@ _CASES = (
 )
 
 
-# --- tolerances ---------------------------------------------------------------------------------------
+# Tolerances.
 
 # Roundings, in units u = 2^-24 of fp32, by where they enter. With M the row's maximum, R = M − s the distance of a
 # score below it, A = scale · Σ|q·k|, T the number of key tiles, and weights w that sum to 1:

@@ -18,7 +18,7 @@ from reference.numerics.ulp import key
 QUERY, LATENT, NOPE, HEAD = reference.QUERY, reference.LATENT, reference.NOPE, reference.HEAD
 LEAST = insert.LEAST
 
-# --- inputs -------------------------------------------------------------------------------------------
+# Inputs.
 
 # label, heads and B to query [B, 1536], w_qa, w_qb, w_uk
 Values = Callable[[str, int, int], Tensors]
@@ -185,7 +185,7 @@ def inputs(case: Case) -> Tensors:
     return {"qkv": qkv, **x, **row, "q_scale_inv": torch.tensor([recipe.scale], dtype=torch.float32)}
 
 
-# --- cases --------------------------------------------------------------------------------------------
+# Cases.
 
 
 def make_case(
@@ -253,7 +253,7 @@ _CASES = (
 )
 
 
-# --- tolerances ---------------------------------------------------------------------------------------
+# Tolerances.
 
 # The three roundings to bf16 are part of the mathematics, so a schedule differs from the oracle by its roundings in
 # fp32, and by what these push over a tie between two bf16 (``insert.spread``: nothing unless a tie is that close).

@@ -71,7 +71,7 @@ def test_every_case_is_within_its_bound(case: goldens.Case) -> None:
     assert [v.reason for v in verdicts if not v.passed] == []
 
 
-# --- by hand and by simulation ------------------------------------------------------------------------
+# By hand and by simulation.
 
 
 def test_pitfall_a_scale_of_two_gives_half() -> None:
@@ -154,7 +154,7 @@ def test_exact_against_its_specification_thread_by_thread(values: str) -> None:
         assert simulate(kv, w, x["k_scale_inv"].item(), eps) == rows[slot, :LATENT].tolist()
 
 
-# --- slots --------------------------------------------------------------------------------------------
+# Slots.
 
 
 @pytest.mark.parametrize("slot", [-1, -2, -8, -(1 << 63), 8, 9, 1 << 31, 1 << 32, (1 << 63) - 1])
@@ -197,7 +197,7 @@ def test_strided_rows_and_typed_caches_give_the_same_bytes() -> None:
     assert torch.equal(got, want)
 
 
-# --- faults -------------------------------------------------------------------------------------------
+# Faults.
 
 ORIGINAL_ROWS, ORIGINAL_WRITE = kernel.insert_rows, kernel.write
 
@@ -300,7 +300,7 @@ def test_a_plain_fault_exceeds_the_derived_bound(
     assert not any(v.passed for v in judge(KERNEL, case, golden, outputs, "insert"))
 
 
-# --- refusals -----------------------------------------------------------------------------------------
+# Refusals.
 
 GOOD = call()
 REFUSED = {

@@ -192,7 +192,7 @@ def test_the_test_kernels_compile(tmp_path):
     assert check["red.relaxed.gpu.global.add.u32"] == 1
 
 
-# --- the host side ------------------------------------------------------------------------------------
+# The host side.
 
 
 def tensors(tokens=2, rows=3, **changed):

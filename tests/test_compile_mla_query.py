@@ -222,7 +222,7 @@ def test_the_test_kernel_compiles(tmp_path):
     assert instructions(ptx)["st.relaxed.sys.global.b32"] == 1
 
 
-# --- the host side ------------------------------------------------------------------------------------
+# The host side.
 
 BF16 = torch.bfloat16
 

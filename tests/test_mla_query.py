@@ -96,7 +96,7 @@ def test_the_schedules_differ_where_only_roundings_are_left(values: str) -> None
     assert float((small != tiled).double().mean()) > 0.5
 
 
-# --- by hand ------------------------------------------------------------------------------------------
+# By hand.
 
 
 def chosen(values: list[float], heads: int = 1, scale: float = 0.5) -> tuple[dict, dict]:
@@ -150,7 +150,7 @@ def test_the_insert_is_the_stand_alone_one(schedule: str) -> None:
     assert torch.equal(exact(x, params, schedule)["cache"], want)
 
 
-# --- a simulation from the specification --------------------------------------------------------------
+# A simulation from the specification.
 
 # A number is an integer, in units of 2^-149 (fp32) or 2^-298 (products).
 ONE = 1 << 149
@@ -313,7 +313,7 @@ def test_exact_against_its_specification_thread_by_thread(schedule: str, heads: 
         assert byte(latent_column(w_uk, q, kernel.CLUSTER[heads]), scale) == got[column]
 
 
-# --- properties ---------------------------------------------------------------------------------------
+# Properties.
 
 
 @pytest.mark.parametrize(("heads", "rows", "schedule"), [(1, 5, "small"), (6, 5, "tiled"), (12, 3, "small")])
@@ -366,7 +366,7 @@ def test_q_b_order_takes_each_k_once_the_lower_four_of_eight_first() -> None:
     assert order[2].tolist() == [k + 32 for k in order[0].tolist()]
 
 
-# --- faults -------------------------------------------------------------------------------------------
+# Faults.
 
 
 @pytest.fixture(scope="module")
@@ -482,7 +482,7 @@ def test_a_plain_fault_exceeds_the_derived_bound(
     assert any(not v.passed for v in verdicts if v.against == "model")
 
 
-# --- refusals -----------------------------------------------------------------------------------------
+# Refusals.
 
 GOOD, PARAMS = call()
 REFUSED = {
@@ -549,7 +549,7 @@ def test_a_schedule_that_does_not_exist_is_refused() -> None:
         room.bound(GOOD, PARAMS, "large")
 
 
-# --- cases --------------------------------------------------------------------------------------------
+# Cases.
 
 
 def test_cases_cover_heads_and_the_switch_and_are_named_after_what_they_are() -> None:

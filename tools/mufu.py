@@ -15,7 +15,6 @@ import functools
 import io
 import itertools
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 
 from goldens import store
 from reference.numerics import mufu
+from tools.environment import driver_version
 
 OFFSETS = 1 << mufu.OFFSET_BITS
 NOT_MEASURED = -1  # as a result; the unit's only NaN is 0x7fffffff
@@ -106,16 +106,10 @@ def measure(out: Path) -> None:
         result = probes.run(name, bits.view(torch.float32).view(-1))
         arrays[name] = result.view(torch.int32).view(bits.shape).cpu().numpy()
     content = io.BytesIO()
-    np.savez(content, gpu=np.array(torch.cuda.get_device_name()), driver=np.array(_driver()), **arrays)
+    np.savez(content, gpu=np.array(torch.cuda.get_device_name()), driver=np.array(str(driver_version())), **arrays)
     with store.staging() as stage:
         stage.add(out, content.getvalue())
         stage.publish()
-
-
-def _driver() -> str:
-    """The version of the GPU's driver."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[0].strip()
 
 
 def fit(measured: Path) -> dict:

@@ -70,7 +70,7 @@ def normal(gpu, nb=2, tokens=4, seed=1, **options):
     return drawn(case, gpu), dict(case.params)
 
 
-# --- goldens and fresh inputs -------------------------------------------------------------------------
+# Goldens and fresh inputs.
 
 
 @pytest.mark.parametrize(("case", "schedule"), COMMITTED, ids=ident)
@@ -123,7 +123,7 @@ def test_no_tokens(gpu):
     assert module.run(none, params)["output"].shape == (0, D)
 
 
-# --- invariance ---------------------------------------------------------------------------------------
+# Invariance.
 
 
 def test_same_call_twice(gpu):
@@ -198,7 +198,7 @@ def test_direct_is_finite_where_the_quad_form_cancels(schedule, gpu):
     assert finite == (schedule == "cluster7_direct")
 
 
-# --- launching ----------------------------------------------------------------------------------------
+# Launching.
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -245,7 +245,7 @@ def test_custom_operators(gpu):
     torch.library.opcheck(torch.ops.goldens.attn_res_mailbox, (*tensors, status, 100, *parameters), test_utils=tests)
 
 
-# --- mailbox ------------------------------------------------------------------------------------------
+# Mailbox.
 
 
 def test_a_row_that_never_comes_ends_the_wait(gpu):

@@ -103,7 +103,7 @@ def both(heads, rows):
 EITHER = [("small", 12, 2), ("small", 6, 5), ("small", 1, 4), ("tiled", 12, 40), ("tiled", 6, 7), ("tiled", 1, 64)]
 
 
-# --- goldens and fresh inputs -------------------------------------------------------------------------
+# Goldens and fresh inputs.
 
 
 @pytest.mark.parametrize(("case", "schedule"), COMMITTED, ids=ident)
@@ -188,7 +188,7 @@ def test_every_number_of_requests(heads, gpu):
         assert torch.equal(got, insert["cache"])
 
 
-# --- invariance ---------------------------------------------------------------------------------------
+# Invariance.
 
 
 @pytest.mark.parametrize(("schedule", "heads", "rows"), EITHER)
@@ -236,7 +236,7 @@ def test_cache_of_float8(gpu):
             assert torch.equal(a, b)
 
 
-# --- launching ----------------------------------------------------------------------------------------
+# Launching.
 
 
 @pytest.mark.parametrize("pdl", [False, True])
@@ -287,7 +287,7 @@ def test_custom_operators(gpu):
     torch.library.opcheck(torch.ops.goldens.mla_query_dcp, (*tensors, out, *rest, *options), test_utils=tests)
 
 
-# --- decode context parallelism -----------------------------------------------------------------------
+# Decode context parallelism.
 
 
 def foreign(ranks, heads, rows, seed, gpu):

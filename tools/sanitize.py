@@ -1,0 +1,50 @@
+"""Small calls of each kernel for ``compute-sanitizer --report-api-errors no python3 -m tools.sanitize``.
+
+The calls are short, for under the sanitizer a kernel runs some thousand times slower; they reach every k2 variant and,
+of AttnRes, both schedules with and without blocks, a written source row, and ``final``. Results are checked to be
+finite, so that a launch that failed does not look clean.
+"""
+
+import torch
+from torch import Tensor
+
+from tools.bench import require_gpu
+
+
+def normal(*shape: int, scale: float = 1.0) -> Tensor:
+    """bf16 of mean 0 on the GPU."""
+    return (torch.randn(shape, device="cuda") * scale).to(torch.bfloat16)
+
+
+def fmha() -> list[Tensor]:
+    """The outputs of k2: both widths, with and without a mask."""
+    from cute_impl.fmha import attention
+
+    variants = [(d, causal) for d in (64, 128) for causal in (False, True)]
+    return [attention(*[normal(2, 192, d) for _ in range(3)], causal) for d, causal in variants]
+
+
+def attn_res() -> list[Tensor]:
+    """The outputs of both schedules, with a delta tensor and one further copy of the prefix."""
+    from cute_impl.attn_res import attn_res
+    from cute_impl.attn_res.cluster7 import SCHEDULES, D
+
+    outputs = []
+    for schedule in SCHEDULES:
+        for nb, write, final in ((0, -1, False), (2, 0, False), (2, 3, True)):
+            x = [normal(3, D), normal(3, D), normal(3, 4, D), normal(D), normal(D, scale=0.02), normal(D)]
+            outputs.append(attn_res(*x, nb=nb, write=write, final=final, schedule=schedule, aux=[normal(3, D)]))
+    return outputs
+
+
+def main() -> None:
+    """Run all calls."""
+    require_gpu()
+    outputs = fmha() + attn_res()
+    if not all(bool(x.isfinite().all()) for x in outputs):
+        raise RuntimeError("an output is not finite")
+    print(f"{len(outputs)} calls")
+
+
+if __name__ == "__main__":
+    main()
