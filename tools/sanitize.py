@@ -5,6 +5,8 @@ of AttnRes, both schedules with and without blocks, a written source row, and ``
 finite, so that a launch that failed does not look clean.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -32,8 +34,10 @@ def attn_res() -> list[Tensor]:
     outputs = []
     for schedule in SCHEDULES:
         for nb, write, final in ((0, -1, False), (2, 0, False), (2, 3, True)):
-            x = [normal(3, D), normal(3, D), normal(3, 4, D), normal(D), normal(D, scale=0.02), normal(D)]
-            outputs.append(attn_res(*x, nb=nb, write=write, final=final, schedule=schedule, aux=[normal(3, D)]))
+            delta, prefix, copy, blocks = normal(3, D), normal(3, D), normal(3, D), normal(3, 4, D)
+            weights = (normal(D), normal(D, scale=0.02), normal(D))
+            options: dict[str, Any] = {"nb": nb, "write": write, "final": final, "schedule": schedule, "aux": [copy]}
+            outputs.append(attn_res(delta, prefix, blocks, *weights, **options))
     return outputs
 
 
