@@ -22,8 +22,12 @@ def fmha() -> list[Tensor]:
     """The outputs of k2: both widths, with and without a mask."""
     from cute_impl.fmha import attention
 
-    variants = [(d, causal) for d in (64, 128) for causal in (False, True)]
-    return [attention(*[normal(2, 192, d) for _ in range(3)], causal) for d, causal in variants]
+    outputs = []
+    for d in (64, 128):
+        for causal in (False, True):
+            q, k, v = (normal(2, 192, d) for _ in range(3))
+            outputs.append(attention(q, k, v, causal))
+    return outputs
 
 
 def attn_res() -> list[Tensor]:
@@ -35,9 +39,9 @@ def attn_res() -> list[Tensor]:
     for schedule in SCHEDULES:
         for nb, write, final in ((0, -1, False), (2, 0, False), (2, 3, True)):
             delta, prefix, copy, blocks = normal(3, D), normal(3, D), normal(3, D), normal(3, 4, D)
-            weights = (normal(D), normal(D, scale=0.02), normal(D))
+            norm, query, gamma = normal(D), normal(D, scale=0.02), normal(D)
             options: dict[str, Any] = {"nb": nb, "write": write, "final": final, "schedule": schedule, "aux": [copy]}
-            outputs.append(attn_res(delta, prefix, blocks, *weights, **options))
+            outputs.append(attn_res(delta, prefix, blocks, norm, query, gamma, **options))
     return outputs
 
 
