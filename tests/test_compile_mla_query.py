@@ -308,7 +308,6 @@ QUERY_REFUSALS = {
         r"qkv: got B = 6, schedule small takes 1 … 5 with 1 heads",
     ),
     "q_b_cp_async": ({"q_b_cp_async": 1}, r"q_b_cp_async: got 1, allowed are True and False"),
-    "bulk copy": ({"q_b_cp_async": False}, r"q_b_cp_async: got False \(one bulk copy\), allowed with pdl=False only"),
     "pdl": ({"pdl": 0}, r"pdl: got 0, allowed are True and False"),
     "out": ({"out": zeros(2, 1, 512, dtype=torch.uint8)}, r"out: got shape \(2, 1, 512\), allowed is \[2, 1, 576\]"),
     "out dtype": ({"out": zeros(2, 1, 576)}, r"out: got torch.bfloat16, allowed is torch.uint8"),

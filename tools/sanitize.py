@@ -45,10 +45,52 @@ def attn_res() -> list[Tensor]:
     return outputs
 
 
+def attn_res_mailbox() -> list[Tensor]:
+    """The outputs of both schedules that poll a mailbox, filled before they are launched."""
+    from cute_impl.attn_res import attn_res, mailbox
+    from cute_impl.attn_res.cluster7 import SCHEDULES, D
+
+    outputs = []
+    for schedule in SCHEDULES:
+        box = mailbox.empty_mailbox(7, 3, "cuda")
+        mailbox.publish(normal(7, 3, D), box)
+        norm, query, gamma = normal(D), normal(D, scale=0.02), normal(D)
+        options: dict[str, Any] = {"nb": 2, "slots": 7, "schedule": schedule, "polls": 1 << 20}
+        outputs.append(attn_res(box, normal(3, D), normal(3, 4, D), norm, query, gamma, **options))
+    return outputs
+
+
+def mla_query() -> list[Tensor]:
+    """Output and cache of both schedules, alone and as rank 1 of 2 that share a context, and the insert by itself."""
+    from cute_impl.cache_insert import cache_insert
+    from cute_impl.mla_query import dcp
+    from cute_impl.mla_query import mla_query as query
+    from tools.bench_mla_query import tensors
+
+    outputs = []
+    for heads, rows, schedule, cp_async in (
+        (12, 1, "small", False),
+        (12, 3, "small", True),
+        (6, 5, "small", True),
+        (6, 20, "tiled", True),
+    ):
+        x: dict[str, Any] = {**tensors(heads, rows)}
+        options: dict[str, Any] = {"eps": 2.0**-20, "schedule": schedule, "q_b_cp_async": cp_async}
+        outputs += [query(**x, **options), x["cache"]]
+        box = dcp.Mailbox([dcp.Mailbox.empty(2, heads, rows, "cuda") for _ in range(2)], 1, polls=1 << 20)
+        dcp.publish_others(torch.zeros(rows, 2 * heads, 576, dtype=torch.uint8, device="cuda"), box)
+        outputs.append(query(**x, **options, mailbox=box))
+        box.check()
+    rows = x["qkv"]
+    cache = torch.zeros_like(x["cache"])
+    cache_insert(rows[:, 1536:2048], rows[:, 2048:2112], x["w_kva"], cache, x["slots"], x["k_scale_inv"], 2.0**-20)
+    return [x.float() for x in [*outputs, cache]]
+
+
 def main() -> None:
     """Run all calls."""
     require_gpu()
-    outputs = fmha() + attn_res()
+    outputs = fmha() + attn_res() + attn_res_mailbox() + mla_query()
     if not all(bool(x.isfinite().all()) for x in outputs):
         raise RuntimeError("an output is not finite")
     print(f"{len(outputs)} calls")

@@ -54,8 +54,7 @@ def mla_query(
     slots [B] int64, page · page_size + offset; q_scale_inv, k_scale_inv [1] fp32. Contiguous where nothing else is
     said, at multiples of 16 bytes (slots 8, scales 4). A row whose slot is outside the cache (−1) is not inserted.
     Two rows of the same slot race: which bytes remain is not defined.
-    schedule: by B unless given. q_b_cp_async: ``small`` stages Q_B by cp.async, or by one bulk copy, the same bits; the
-    bulk copy only with pdl=False: overlapping launches that used it ended in launch failures on an H200 for B ≥ 2.
+    schedule: by B unless given. q_b_cp_async: ``small`` stages Q_B by cp.async, or by one bulk copy, the same bits.
     out: where the output goes, a new tensor unless given. mailbox: the output goes to all ranks' mailboxes too, and
     this rank's holds all ranks' bytes when the kernel ends; see ``dcp``.
     pdl: launched with programmatic dependent launch: the four weights are read before the wait for the predecessor and
@@ -69,7 +68,8 @@ def mla_query(
     rows = qkv.shape[0]
     checks.check_eps(eps)
     schedule = schedule_for(heads, rows) if schedule is None else schedule
-    _check_options(schedule, q_b_cp_async, pdl, heads, rows)
+    _check_schedule(schedule, heads, rows)
+    checks.check_flags(q_b_cp_async=q_b_cp_async, pdl=pdl)
     if mailbox is not None:
         _check_mailbox(mailbox, heads, qkv)
     if debug:
@@ -133,14 +133,11 @@ def _check_tensors(tensors: Mapping[str, Tensor], out: Tensor | None) -> int:
     return heads
 
 
-def _check_options(schedule: str, q_b_cp_async: bool, pdl: bool, heads: int, rows: int) -> None:
+def _check_schedule(schedule: str, heads: int, rows: int) -> None:
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
     if schedule == "small" and rows > SMALL_B[heads]:
         raise ValueError(f"qkv: got B = {rows}, schedule small takes 1 … {SMALL_B[heads]} with {heads} heads")
-    checks.check_flags(q_b_cp_async=q_b_cp_async, pdl=pdl)
-    if not q_b_cp_async and pdl:
-        raise ValueError("q_b_cp_async: got False (one bulk copy), allowed with pdl=False only")
 
 
 def _check_mailbox(mailbox: dcp.Mailbox, heads: int, qkv: Tensor) -> None:

@@ -201,6 +201,7 @@ class Small:
             cute.arch.cp_async_wait_group(1)
             cute.arch.sync_threads()
         else:
+            cute.arch.sync_threads()  # the mbarrier is set up by another thread
             ptx.mbarrier_spin(staged.toint(), 0)
         at = sQb + cute.arch.lane_idx() * 16
         return [[ptx.ld_v4("shared", at + row * ROW_BYTES + c * 512) for c in range(CHUNKS)] for row in own]

@@ -160,7 +160,29 @@ def test_slots(slots, heads, gpu):
 def test_both_ways_to_stage(heads, gpu):
     for rows in range(1, SMALL_B[heads] + 1):
         for cp_async in (False, True):
-            assert_exact(*normal(gpu, heads, rows, seed=4), "small", q_b_cp_async=cp_async, pdl=False)
+            for pdl in (False, True):
+                assert_exact(*normal(gpu, heads, rows, seed=4), "small", q_b_cp_async=cp_async, pdl=pdl)
+
+
+@pytest.mark.parametrize("cp_async", [False, True])
+@pytest.mark.parametrize(("heads", "rows"), [(12, 2), (12, 3), (6, 5)])
+def test_overlapping_launches(heads, rows, cp_async, gpu):
+    """200 launches back to back in a graph: each stages its weights while its predecessor runs."""
+    x, params = normal(gpu, heads, rows, seed=8)
+    want = reference.exact(x, params, "small")
+    out = torch.empty(rows, heads, 576, dtype=torch.uint8, device=gpu)
+    options = {"eps": params["eps"], "schedule": "small", "out": out, "q_b_cp_async": cp_async}
+    module.mla_query(**x, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(200):
+            module.mla_query(**x, **options)
+    out.fill_(POISON)
+    for _ in range(10):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want["output"])
+    assert torch.equal(x["cache"], want["cache"])
 
 
 @pytest.mark.parametrize("heads", HEADS)
