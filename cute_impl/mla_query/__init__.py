@@ -4,7 +4,8 @@
 operators, ``run(inputs, params, schedule)`` the same as a candidate for the suite. The cache is written in place.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ SCHEDULES = ("small", "tiled")
 CLUSTER = {12: 8, 6: 16, 1: 8}  # CTAs a head in ``small``
 SMALL_B = {12: 3, 6: 5, 1: 5}  # its largest B
 MAX_B = 64
+MAILBOX_RANKS = (1, 2, 4, 8)  # numbers of ranks that ``variants`` lists
 INPUTS = NAMES[:-1]
 
 
@@ -164,8 +166,9 @@ def _launch(
             kernel = small.compile_variant(small.Config(CLUSTER[heads], rows, q_b_cp_async, ranks))
             kernel(addresses, mailbox, *sizes, *rest, runtime.stream())
         else:
-            kernel = tiled.compile_variant(tiled.Config(-(-rows // tiled.TILE), ranks))
-            kernel(addresses, mailbox, *sizes, Int32(rows), *rest, runtime.stream())
+            groups, tiles = tiled.groups_for(heads, rows)
+            kernel = tiled.compile_variant(tiled.Config(tiles, ranks))
+            kernel(addresses, mailbox, *sizes, Int32(groups), Int32(rows), *rest, runtime.stream())
 
 
 @torch.library.custom_op("goldens::mla_query", mutates_args=("cache", "output"))
@@ -220,3 +223,19 @@ def _mla_query_dcp(
 @_mla_query_dcp.register_fake
 def _(*_: Any, **__: Any) -> None:
     return None
+
+
+def variants() -> Iterator[tuple[str, Callable[[str], Any]]]:
+    """Name and compile function (of the compiler's options) of each variant; with mailboxes, those of some B."""
+    sizes = {(CLUSTER[heads], rows) for heads, most in SMALL_B.items() for rows in range(1, most + 1)}
+    configs = [small.Config(*size, cp_async) for size in sorted(sizes) for cp_async in (True, False)]
+    configs += [small.Config(*size, dcp=ranks) for size in ((8, 2), (8, 4), (16, 5)) for ranks in MAILBOX_RANKS]
+    for config in configs:
+        staging = "" if config.q_b_cp_async else "-bulk"
+        name = f"small-cluster{config.cluster}-b{config.rows}{staging}" + (f"-dcp{config.dcp}" if config.dcp else "")
+        yield name, functools.partial(small.compile_variant, config)
+    all_tiles = range(1, MAX_B // tiled.TILE + 1)
+    shapes = [(tiles, 0) for tiles in all_tiles] + [(tiles, n) for tiles in all_tiles[:3] for n in MAILBOX_RANKS]
+    for tiles, ranks in shapes:
+        name = f"tiled-tiles{tiles}" + (f"-dcp{ranks}" if ranks else "")
+        yield name, functools.partial(tiled.compile_variant, tiled.Config(tiles, ranks))

@@ -22,6 +22,7 @@ word, 0 for no bound; if it is reached, status (int32 [4]) is set to 1 and the r
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -45,10 +46,25 @@ def fields(mailbox: list) -> tuple[dict, list]:
     return dict(zip(FIELDS, mailbox[: len(FIELDS)], strict=True)), mailbox[len(FIELDS) :]
 
 
-class Round:
-    """A CTA's part of a round: head ``head``, share ``part`` of ``parts``. Device code; made after the wait."""
+@dataclass(frozen=True)
+class Place:
+    """Where a group's requests stand: group ``group`` of ``groups``, from request ``first`` on, of ``rows`` in all."""
 
-    def __init__(self, mailbox: list, head: Int32, heads: Int32, part: Int32, parts: int, rows: Int32):
+    group: Int32
+    groups: Int32
+    first: Int32
+    rows: Int32
+
+
+class Round:
+    """A CTA's part of a round: ``rows`` requests of head ``head``, share ``part`` of ``parts``. Device code; made after
+    the wait. place: None if these are all requests.
+    """
+
+    def __init__(
+        self, mailbox: list, head: Int32, heads: Int32, part: Int32, parts: int, rows: Int32, place: Place | None = None
+    ):
+        self.place = Place(Int32(0), Int32(1), Int32(0), rows) if place is None else place
         self.numbers, self.peers = fields(mailbox)
         self.ranks, self.parts = len(self.peers), parts
         self.head, self.heads, self.part, self.rows = head, heads, part, rows
@@ -80,14 +96,15 @@ class Round:
         thread, _, _ = cute.arch.thread_idx()
         words = self.rows_before * (self.ranks * (WORDS // self.parts))
         base = self.own + self.other_half
-        for i in cutlass.range(thread, words, THREADS, unroll=1):
+        group, groups = self.place.group, self.place.groups
+        for i in cutlass.range(thread + group * THREADS, words, groups * THREADS, unroll=1):
             ptx.st_b32("relaxed.sys.global", base + self.of_share(i), Int32(SENTINEL))
 
     def publish(self, row: Int32, offset: Int32, words: list):
         """Step 2: 1 or 4 words of this head, at byte ``offset`` of its 576 in row ``row``."""
         cute.arch.fence_acq_rel_sys()
         block = Int32(self.numbers["rank"]) * self.heads + self.head
-        where = self.half + Int64(row) * self.row_bytes + block * WIDTH + offset
+        where = self.half + Int64(self.place.first + row) * self.row_bytes + block * WIDTH + offset
         for peer in self.peers:
             if len(words) == 4:
                 ptx.st_v4("relaxed.sys.global", peer + where, words)
@@ -99,7 +116,8 @@ class Round:
         """Steps 3 and 4."""
         thread, _, _ = cute.arch.thread_idx()
         words = self.rows * (self.ranks * (WORDS // self.parts))
-        base, polls, status = self.own + self.half, Int32(self.numbers["polls"]), self.numbers["status"]
+        base = self.own + self.half + Int64(self.place.first) * self.row_bytes
+        polls, status = Int32(self.numbers["polls"]), self.numbers["status"]
         for i in cutlass.range(thread, words, THREADS, unroll=1):
             where = base + self.of_share(i)
             word, reads = Int32(ptx.ld_b32("relaxed.sys.global", where)), Int32(1)
@@ -112,8 +130,8 @@ class Round:
         cute.arch.sync_threads()
         if thread == 0:
             state = self.numbers["state"]
-            if ptx.atom_add(state + 4, 1) == self.heads * self.parts - 1:
-                ptx.st_v4("global", state, [self.number + 1, Int32(0), self.rows, Int32(0)])
+            if ptx.atom_add(state + 4, 1) == self.heads * self.parts * self.place.groups - 1:
+                ptx.st_v4("global", state, [self.number + 1, Int32(0), self.place.rows, Int32(0)])
 
 
 class Mailbox:

@@ -1,27 +1,32 @@
-"""MLA query, schedule ``tiled``: one cluster of 8 CTAs a head, tensor cores, K of Q_B split over the cluster.
+"""MLA query, schedule ``tiled``: clusters of 8 CTAs, tensor cores, K of Q_B split over the cluster.
 
 The schedule splits K = 1536 over 8 "warps" of 192 columns. Here they are the CTAs of a cluster: CTA rank r owns columns
-192 r … of all 192 rows of Q_B, so that a CTA reads 1/8 of x̂, not all of it, and every weight is read once. T = ⌈B/16⌉
-tiles of 16 requests, B at run time; rows beyond B are zeros and are not written. One more cluster inserts the cache
-rows, a warp each. 256 threads; g = lane / 4, j = lane mod 4 as in the PTX ISA's fragments.
+192 r … of all 192 rows of Q_B, so that a CTA reads 1/8 of x̂, not all of it. A cluster serves a head and a group of at
+most 16 T requests (T tiles); few heads take several groups, so that more SMs are at work. Rows beyond B are zeros and
+are not written. One more cluster inserts the cache rows, a warp each. 256 threads; g = lane / 4, j = lane mod 4 as in
+the PTX ISA's fragments.
 
   stage      a warp's 24 rows · 192 columns of Q_B in 72 registers as the MMA takes them; [128, 64] of W_UK by cp.async
   wait       for the predecessor; everything before it depends on weights alone
-  norm       row b by CTA b mod 8, warp b / 8: Σx² of all 1536 columns; its rr goes to all 8 CTAs        (exchange 1)
+  norm       row b by CTA b mod 8, warp b / 8: Σx² of all 1536 columns; its rr goes to all CTAs by st.async (exchange 1)
   x̂          192 threads normalise the CTA's 192 columns of all rows, in place in sX
   Q_B        per tile of requests and 8 rows of Q_B (m16n8) 12 MMAs from 0; a lane's 16 bytes are 8 consecutive k, of
-             which one MMA takes the first 4 and the next the others; the 24 rows of warp w go to CTA w     (exchange 2)
+             which one MMA takes the first 4 and the next the others; a bulk copy a tile takes the 24 rows of warp w
+             to CTA w                                                                                       (exchange 2)
   sum        CTA r adds the 8 partial sums of its 24 rows in order of k, rounds to bf16: two m16n8 tiles of C make an
-             A fragment of m16k16, so "nope" q goes to all CTAs as fragments (exchange 3), "rope" q is written
+             A fragment of m16k16, so "nope" q goes to all CTAs as fragments by a bulk copy each (exchange 3), "rope" q
+             is written
   absorb     warp w: latent columns 64 r + 8 w …, 8 MMAs from 0; bytes meet in shared memory, 16 a thread out
 
-Who waits for whom: nothing is sent before all CTAs of the cluster have set up their mbarriers. A CTA ends after its
-three mbarriers have counted every byte sent to it. Only ``st.async`` writes to other CTAs, to buffers used once; sOut
-shares its memory with sPart, after a barrier behind the last read. Outputs and cache are written after the wait for
-the predecessor. With ``dcp`` see ``dcp.py``.
+Who waits for whom: nothing is sent before all CTAs of the cluster have set up their mbarriers. A CTA ends after all of
+its cluster have everything that was sent to them (cluster barrier), since a bulk copy reads the sender's shared memory.
+Buffers that others write to are used once; sOut shares its memory with sPart, after a barrier behind the last read.
+Outputs and cache are written after the wait for the predecessor. With ``dcp`` see ``dcp.py``.
 
-Shared memory, bytes: sUk 128 · 144 (padded: 8 rows of a matrix on different banks), sX 16 T · 448 (padded), sPart
-12,288 T, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 23,616 T, 112,920 at T = 4. Two CTAs fit an SM.
+Exchanges 2 and 3 are bulk copies because st.async moved one lane's bytes a cycle on an H200, whatever their number.
+
+Shared memory, bytes: sUk 128 · 144 (padded: 8 rows of a matrix on different banks), sX 16 T · 448 (padded), sPart and
+sSend 12,288 T each, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 35,904 T, 162,072 at T = 4.
 """
 
 from dataclasses import dataclass
@@ -50,25 +55,27 @@ COLUMNS = LATENT // CTAS
 UK_PITCH, X_PITCH = 2 * COLUMNS + 16, 2 * K + 64
 OWNERS = 2 * K // 16 * WARPS  # threads that normalise: 24 pieces of 16 bytes a row, 8 rows at once
 FRAGMENT = 512  # bytes of a warp's tile, 4 words a lane
+SMS = 132  # of an H200
 FORM = "m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is fixed at compile time: tiles of 16 requests, ranks that share a context (0: no mailbox)."""
+    """What is fixed at compile time: tiles of 16 requests in a group, ranks that share a context (0: no mailbox)."""
 
     tiles: int
     dcp: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of sUk, sX, sPart, sQ, sRr."""
+        """Bytes of sUk, sX, sPart, sQ, sRr, sSend."""
         return (
             NOPE * UK_PITCH,
             self.tiles * TILE * X_PITCH,
             self.tiles * CTAS * N_TILES * FRAGMENT,
             self.tiles * NOPE // 16 * FRAGMENT,
             self.tiles * TILE * 4,
+            self.tiles * CTAS * N_TILES * FRAGMENT,
         )
 
     @property
@@ -77,7 +84,7 @@ class Config:
 
 
 class Tiled:
-    """The kernel of one ``Config``, for any number of heads and of requests up to 16 a tile."""
+    """The kernel of one ``Config``, for any number of heads, groups, and requests up to 16 a tile."""
 
     def __init__(self, config: Config):
         self.config = config
@@ -90,39 +97,55 @@ class Tiled:
         pitch: Int64,
         capacity: Int64,
         heads: Int32,
+        groups: Int32,
         rows: Int32,
         eps: Float32,
         pdl: Int32,
         stream,
     ):
         """addresses: Int64, as ``NAMES``. mailbox: see ``dcp``. pitch: bytes from row to row. capacity: cache rows."""
-        self.kernel(addresses, mailbox, pitch, capacity, heads, rows, eps).launch(
-            grid=[(heads + 1) * CTAS, 1, 1],
+        self.kernel(addresses, mailbox, pitch, capacity, heads, groups, rows, eps).launch(
+            grid=[(heads * groups + 1) * CTAS, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[CTAS, 1, 1],
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=1 if self.config.dcp else 2,
+            min_blocks_per_mp=1 if self.config.dcp or self.config.tiles > 1 else 2,
             preferred_smem_carveout=100,
         )
 
     @cute.kernel
     def kernel(
-        self, addresses: list, mailbox: list, pitch: Int64, capacity: Int64, heads: Int32, rows: Int32, eps: Float32
+        self,
+        addresses: list,
+        mailbox: list,
+        pitch: Int64,
+        capacity: Int64,
+        heads: Int32,
+        groups: Int32,
+        rows: Int32,
+        eps: Float32,
     ):
         cute.arch.griddepcontrol_launch_dependents()
         config = self.config
         block, _, _ = cute.arch.block_idx()
-        head, rank = block // CTAS, block % CTAS
+        unit, rank = block // CTAS, block % CTAS
         at = dict(zip(NAMES, addresses, strict=True))
         smem = SmemAllocator()
         base = smem.allocate(sum(config.sizes), byte_alignment=128).toint()
         sBarriers = smem.allocate_array(Int64, 3, byte_alignment=8)
         row = cute.arch.thread_idx()[0] // 32 * CTAS + rank
-        if head == heads:
+        if unit == heads * groups:
             device.insert_rows(at, pitch, capacity, row, rows, eps)
         else:
-            self.query(at, mailbox, pitch, head, heads, rank, rows, eps, base, sBarriers)
+            # From here on a request is counted within its group.
+            group = unit // heads
+            first = group * (config.tiles * TILE)
+            at["qkv"] = at["qkv"] + pitch * first
+            at["output"] = at["output"] + Int64(first) * (heads * WIDTH)
+            place = dcp.Place(group, groups, first, rows)
+            own_rows = device.clamp(rows - first, 0, config.tiles * TILE)
+            self.query(at, mailbox, pitch, unit % heads, heads, rank, own_rows, place, eps, base, sBarriers)
 
     @cute.jit
     def query(
@@ -134,6 +157,7 @@ class Tiled:
         heads: Int32,
         rank: Int32,
         rows: Int32,
+        place: cutlass.Constexpr,
         eps: Float32,
         base: Int32,
         sBarriers: cute.Pointer,
@@ -141,9 +165,9 @@ class Tiled:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
-        sUk, sX, sPart, sQ, sRr = [base + sum(config.sizes[:i]) for i in range(5)]
+        sUk, sX, sPart, sQ, sRr, sSend = [base + sum(config.sizes[:i]) for i in range(6)]
         barriers = [sBarriers + i for i in range(3)]
-        self.open_exchanges(thread, rows, barriers)
+        self.open_exchanges(thread, rank, rows, barriers)
         q_b = self.stage(at, head, rank, sUk)
         piece = thread % (OWNERS // WARPS)  # of the CTA's columns, the same in all rows
         w_words = ptx.ld_v4("global", at["w_qa"] + (rank * K * 2 + piece * 16))
@@ -157,7 +181,7 @@ class Tiled:
         scale = ptx.ld_b32("global", at["q_scale_inv"], Float32)
         shared_round: Any = None
         if cutlass.const_expr(config.dcp > 0):
-            shared_round = dcp.Round(mailbox, head, heads, rank, CTAS, rows)
+            shared_round = dcp.Round(mailbox, head, heads, rank, CTAS, rows, place)
             shared_round.rearm()
         self.stage_x(x + (rank * K * 2 + piece * 16), pitch, rows, sX)
         rr = self.row_scale(x_words, eps)
@@ -167,16 +191,22 @@ class Tiled:
         ptx.mbarrier_spin(barriers[0].toint(), 0)
         self.normalise(w_words, rows, sX, sRr)
 
-        self.multiply(q_b, rank, sX, sPart, barriers[1])
+        self.multiply(q_b, rank, sX, sSend, sPart, barriers[1])
         ptx.mbarrier_spin(barriers[1].toint(), 0)
         out = at["output"] + Int64(head * WIDTH)
         self.add_parts(out, heads * WIDTH, rank, rows, scale, sPart, sQ, barriers[2], shared_round)
         self.absorb(out, heads * WIDTH, rank, rows, scale, sUk, sQ, sPart, barriers[2], shared_round)
         if cutlass.const_expr(config.dcp > 0):
             shared_round.finish()
+        cute.arch.cluster_wait()
+
+    def own_q_bytes(self, rank: Int32) -> Int32:
+        """Bytes of sQ that CTA ``rank`` makes: what of its 24 rows of Q_B is "nope"."""
+        eights = device.clamp(NOPE // 8 - rank * N_TILES, 0, N_TILES)
+        return eights * (self.config.tiles * FRAGMENT // 2)
 
     @cute.jit
-    def open_exchanges(self, thread: Int32, rows: Int32, barriers: list):
+    def open_exchanges(self, thread: Int32, rank: Int32, rows: Int32, barriers: list):
         """Armed mbarriers of the three exchanges; arrives at, and leaves open, the first cluster barrier."""
         if thread == 0:
             for i in cutlass.range_constexpr(3):
@@ -184,7 +214,7 @@ class Tiled:
             cute.arch.mbarrier_init_fence()
             cute.arch.mbarrier_arrive_and_expect_tx(barriers[0], 4 * rows)
             cute.arch.mbarrier_arrive_and_expect_tx(barriers[1], self.config.sizes[2])
-            cute.arch.mbarrier_arrive_and_expect_tx(barriers[2], self.config.sizes[3])
+            cute.arch.mbarrier_arrive_and_expect_tx(barriers[2], self.config.sizes[3] - self.own_q_bytes(rank))
         cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
@@ -237,22 +267,23 @@ class Tiled:
         cute.arch.cp_async_wait_group(0)
         w = widen(w_words)
         if thread < OWNERS:
-            for i in cutlass.range_constexpr(0, self.config.tiles * TILE, WARPS):
-                row = first + i
-                if row < rows:
-                    where = sX + row * X_PITCH + piece * 16
-                    rr = ptx.ld_b32("shared", sRr + row * 4, Float32)
-                    x = widen(ptx.ld_v4("shared", where))
-                    ptx.st_v4("shared", where, pack([mul_rn(mul_rn(v, rr), g) for v, g in zip(x, w, strict=True)]))
+            # A loop, not straight code: each instruction would be fetched for one use.
+            for row in cutlass.range(first, rows, WARPS, unroll=1):
+                where = sX + row * X_PITCH + piece * 16
+                rr = ptx.ld_b32("shared", sRr + row * 4, Float32)
+                x = widen(ptx.ld_v4("shared", where))
+                ptx.st_v4("shared", where, pack([mul_rn(mul_rn(v, rr), g) for v, g in zip(x, w, strict=True)]))
         cute.arch.sync_threads()
 
     @cute.jit
-    def multiply(self, q_b: list, rank: Int32, sX: Int32, sPart: Int32, barrier: cute.Pointer):
+    def multiply(self, q_b: list, rank: Int32, sX: Int32, sSend: Int32, sPart: Int32, barrier: cute.Pointer):
         """This CTA's columns of x̂ times the warp's 24 rows of Q_B, to CTA ``warp``."""
         tiles = self.config.tiles
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
-        target = ptx.mapa(sPart + lane * 16 + rank * (N_TILES * tiles * FRAGMENT), warp)
+        size = cutlass.const_expr(N_TILES * FRAGMENT)  # of a tile's sums
+        source = sSend + warp * (tiles * size)
+        target = ptx.mapa(sPart + rank * (tiles * size), warp)
         counter = ptx.mapa(barrier.toint(), warp)
         for tile in cutlass.range(tiles, unroll=1):
             x = sX + (tile * TILE + lane // 4) * X_PITCH + lane % 4 * 16
@@ -266,7 +297,11 @@ class Tiled:
                         b = q_b[n][block]
                         sums[n] = list(ptx.mma_sync(FORM, a, [b[half], b[half + 1]], sums[n]))
             for n in cutlass.range_constexpr(N_TILES):
-                ptx.st_async_v(target + (n * tiles + tile) * FRAGMENT, sums[n], counter)
+                ptx.st_v4("shared", source + tile * size + n * FRAGMENT + lane * 16, sums[n])
+            ptx.fence_proxy_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.bulk_copy_to_cluster(target + tile * size, source + tile * size, size, counter)
 
     @cute.jit
     def add_parts(
@@ -286,7 +321,7 @@ class Tiled:
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
         for unit in cutlass.range(warp, N_TILES * tiles, WARPS, unroll=1):
-            n, tile = unit // tiles, unit % tiles
+            n, tile = unit % N_TILES, unit // N_TILES
             parts = [
                 ptx.ld_v4("shared", sPart + (k * N_TILES * tiles + unit) * FRAGMENT + lane * 16, Float32)
                 for k in range(CTAS)
@@ -294,17 +329,19 @@ class Tiled:
             q = pack([device.chain([Float32(0.0), *part]) for part in zip(*parts, strict=True)])
             eight = rank * N_TILES + n  # which 8 of the head's 192 rows
             if eight < NOPE // 8:
-                # The k16 fragment holds these 8 in its first or last two words.
-                where = sQ + (eight // 2 * tiles + tile) * FRAGMENT + lane * 16 + eight % 2 * 8
-                for receiver in cutlass.range_constexpr(CTAS):
-                    ptx.st_async_v(ptx.mapa(where, receiver), q, ptx.mapa(barrier.toint(), receiver))
+                ptx.st_v2("shared", sQ + (eight * tiles + tile) * (FRAGMENT // 2) + lane * 8, q)
             else:
                 row, word = self.to_words([mul_rn(x, scale) for x in widen(q)], lane)
                 row += tile * TILE
                 if row < rows:
                     offset = LATENT - NOPE + eight * 8 + lane % 4 // 2 * 4
                     device.put(out, request_bytes, row, offset, [word], shared_round)
-        cute.arch.sync_threads()  # all of sPart has been read
+        ptx.fence_proxy_async_shared()
+        cute.arch.sync_threads()  # all of sPart has been read, all of the own q written
+        if thread < CTAS and thread != rank and rank * N_TILES < NOPE // 8:
+            own = sQ + rank * (N_TILES * tiles * FRAGMENT // 2)
+            counter = ptx.mapa(barrier.toint(), thread)
+            ptx.bulk_copy_to_cluster(ptx.mapa(own, thread), own, self.own_q_bytes(rank), counter)
 
     @cute.jit
     def absorb(
@@ -327,11 +364,13 @@ class Tiled:
         uk = sUk + lane * UK_PITCH + warp * 16
         b = [word for p in range(0, NOPE, 32) for word in ptx.ldmatrix_x4_trans(uk + p * UK_PITCH)]
         ptx.mbarrier_spin(barrier.toint(), 0)
+        cute.arch.cluster_arrive_relaxed()
         for tile in cutlass.range(tiles, unroll=1):
             sums = [Float32(0.0)] * 4
             for s in cutlass.range_constexpr(NOPE // 16):
-                a = ptx.ld_v4("shared", sQ + (s * tiles + tile) * FRAGMENT + lane * 16)
-                sums = list(ptx.mma_sync(FORM, list(a), b[2 * s : 2 * s + 2], sums))
+                q = sQ + (2 * s * tiles + tile) * (FRAGMENT // 2) + lane * 8
+                a = [*ptx.ld_v2("shared", q), *ptx.ld_v2("shared", q + tiles * (FRAGMENT // 2))]
+                sums = list(ptx.mma_sync(FORM, a, b[2 * s : 2 * s + 2], sums))
             row, word = self.to_words([mul_rn(x, scale) for x in widen(pack(sums))], lane)
             ptx.st_b32("shared", sOut + (tile * TILE + row) * COLUMNS + warp * 8 + lane % 4 // 2 * 4, word)
         cute.arch.sync_threads()
@@ -352,9 +391,17 @@ class Tiled:
         return lane // 4 + select_(even, Int32(0), Int32(8)), word
 
 
+def groups_for(heads: int, rows: int) -> tuple[int, int]:
+    """Groups of requests and tiles a group for B = ``rows``: as many groups as keep 8 CTAs a cluster on 132 SMs."""
+    tiles = -(-rows // TILE)
+    groups = min(tiles, max(1, (SMS // CTAS - 1) // heads))
+    tiles = -(-tiles // groups)
+    return -(-rows // (tiles * TILE)), tiles
+
+
 def compile_variant(config: Config, options: str = ""):
     """The kernel of a configuration, for any heads, B, pitch and cache; needs no GPU."""
-    numbers = (Int64(0), Int64(0), Int32(1), Int32(1), Float32(0.0), Int32(0))
+    numbers = (Int64(0), Int64(0), Int32(1), Int32(1), Int32(1), Float32(0.0), Int32(0))
     arguments = ([Int64(0)] * len(NAMES), dcp.stand_in(config.dcp), *numbers)
     return runtime.compile_kernel(
         ("mla_query tiled", config, options), lambda: Tiled(config), *arguments, options=options
