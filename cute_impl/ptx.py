@@ -223,16 +223,6 @@ def st_b32(space: str, address, word) -> None:
     inline_ptx(f"st.{space}.b32 [{{$r0}}], {{$r1}};", read_only_args=[address, word])
 
 
-def st_async_v(address: Int32, words: list, barrier: Int32) -> None:
-    """2 or 4 words to a cluster address aligned to their size; their bytes count on the mbarrier as in ``st_async``."""
-    n = len(words)
-    slots = ", ".join(f"{{$r{i + 1}}}" for i in range(n))
-    inline_ptx(
-        f"st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v{n}.b32 [{{$r0}}], {{{slots}}}, [{{$r{n + 1}}}];",
-        read_only_args=[address, *words, barrier],
-    )
-
-
 def cp_async_16(shared: Int32, address: Int64, size: Int32 | int = 16) -> None:
     """16 bytes from global to shared memory in this thread's current group: ``size`` of them read, the rest zeros."""
     inline_ptx("cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};", read_only_args=[shared, address, Int32(size)])
@@ -262,3 +252,82 @@ def atom_add(address, value: Int32) -> Int32:
         write_only_types=[Int32],
         read_only_args=[address, Int32(value)],
     )
+
+
+def ldmatrix_x4(address: Int32) -> tuple:
+    """Four 8 × 8 matrices of 16 bits as they lie; lane l gives the address of row l mod 8 of matrix l // 8."""
+    return inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+    )
+
+
+def stmatrix_x4_trans(address: Int32, words: list) -> None:
+    """Four 8 × 8 matrices of 16 bits, transposed; the inverse of ``ldmatrix_x4_trans``."""
+    inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+    )
+
+
+def st_b16(space: str, address, word: Int32) -> None:
+    """The low 16 bits of a word; ``space`` follows ``st.``."""
+    inline_ptx(
+        f"{{ .reg .b16 h; cvt.u16.u32 h, {{$r1}}; st.{space}.b16 [{{$r0}}], h; }}", read_only_args=[address, word]
+    )
+
+
+def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
+    """a · b + c, the factors unsigned 32 bits, the product in full."""
+    return inline_ptx(
+        "mad.wide.u32 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Int64], read_only_args=[Int32(a), b, c]
+    )
+
+
+def mbarrier_wait(barrier: Int32, parity: Int32, scope: str = "cta") -> None:
+    """Wait for the phase of this parity of an mbarrier in this CTA; what was released to it at ``scope`` is seen."""
+    inline_ptx(
+        f"{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [{{$r0}}], "
+        "{$r1}; @!done bra again; }",
+        read_only_args=[barrier, parity],
+    )
+
+
+def mbarrier_arrive(barrier: Int32) -> None:
+    """Arrive once on an mbarrier of this CTA."""
+    inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def mbarrier_arrive_expect_tx(barrier: Int32, size: int) -> None:
+    """Arrive once on an mbarrier of this CTA and let its phase wait for ``size`` bytes."""
+    inline_ptx(
+        "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [{$r0}], {$r1};",
+        read_only_args=[barrier, Int32(size)],
+    )
+
+
+def mbarrier_arrive_cluster(barrier: Int32) -> None:
+    """Arrive once on the mbarrier at a cluster address."""
+    inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def mbarrier_arrive_expect_tx_cluster(barrier: Int32, size: int) -> None:
+    """Arrive once on the mbarrier at a cluster address and let its phase wait for ``size`` bytes."""
+    inline_ptx(
+        "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
+        read_only_args=[barrier, Int32(size)],
+    )
+
+
+def bulk_copy_to_cluster(target: Int32, source: Int32, size: int, barrier: Int32) -> None:
+    """A multiple of 16 bytes from this CTA's shared memory to a cluster address; they count on the mbarrier there."""
+    inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, Int32(size), barrier],
+    )
+
+
+def fence_proxy_async_shared() -> None:
+    """This thread's accesses to shared memory come before what the asynchronous proxy does there afterwards."""
+    inline_ptx("fence.proxy.async.shared::cta;")
