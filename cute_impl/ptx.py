@@ -254,6 +254,15 @@ def atom_add(address, value: Int32) -> Int32:
     )
 
 
+def atom_add_relaxed(address, value: Int32) -> Int32:
+    """Add to a word in global memory, atomically on this GPU and without order; returns the word before."""
+    return inline_ptx(
+        "atom.relaxed.gpu.global.add.u32 {$w0}, [{$r0}], {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(value)],
+    )
+
+
 def ldmatrix_x4(address: Int32) -> tuple:
     """Four 8 × 8 matrices of 16 bits as they lie; lane l gives the address of row l mod 8 of matrix l // 8."""
     return inline_ptx(
@@ -285,11 +294,11 @@ def mad_wide(a: Int32, b: Int32, c: Int64) -> Int64:
     )
 
 
-def mbarrier_wait(barrier: Int32, parity: Int32, scope: str = "cta") -> None:
-    """Wait for the phase of this parity of an mbarrier in this CTA; what was released to it at ``scope`` is seen."""
+def mbarrier_wait(barrier: Int32, parity: Int32) -> None:
+    """Wait for the phase of this parity of an mbarrier in this CTA."""
     inline_ptx(
-        f"{{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.{scope}.shared::cta.b64 done, [{{$r0}}], "
-        "{$r1}; @!done bra again; }",
+        "{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [{$r0}], {$r1}; "
+        "@!done bra again; }",
         read_only_args=[barrier, parity],
     )
 
@@ -297,6 +306,11 @@ def mbarrier_wait(barrier: Int32, parity: Int32, scope: str = "cta") -> None:
 def mbarrier_arrive(barrier: Int32) -> None:
     """Arrive once on an mbarrier of this CTA."""
     inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier])
+
+
+def mbarrier_arrive_if(barrier: Int32, condition) -> None:
+    """Arrive once on an mbarrier of this CTA where the condition holds, without a branch."""
+    inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier], predicate=condition)
 
 
 def mbarrier_arrive_expect_tx(barrier: Int32, size: int) -> None:
@@ -308,14 +322,17 @@ def mbarrier_arrive_expect_tx(barrier: Int32, size: int) -> None:
 
 
 def mbarrier_arrive_cluster(barrier: Int32) -> None:
-    """Arrive once on the mbarrier at a cluster address."""
-    inline_ptx("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
+    """Arrive once on the mbarrier at a cluster address; ordered behind this thread's own accesses in its CTA alone.
+
+    A release at cluster scope waits for all memory of the GPU, some 500 cycles on an H200.
+    """
+    inline_ptx("mbarrier.arrive.shared::cluster.b64 _, [{$r0}];", read_only_args=[barrier])
 
 
 def mbarrier_arrive_expect_tx_cluster(barrier: Int32, size: int) -> None:
     """Arrive once on the mbarrier at a cluster address and let its phase wait for ``size`` bytes."""
     inline_ptx(
-        "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [{$r0}], {$r1};",
+        "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [{$r0}], {$r1};",
         read_only_args=[barrier, Int32(size)],
     )
 
@@ -331,3 +348,17 @@ def bulk_copy_to_cluster(target: Int32, source: Int32, size: int, barrier: Int32
 def fence_proxy_async_shared() -> None:
     """This thread's accesses to shared memory come before what the asynchronous proxy does there afterwards."""
     inline_ptx("fence.proxy.async.shared::cta;")
+
+
+def cp_async_arrive(barrier: Int32) -> None:
+    """Arrive once on an mbarrier of this CTA as soon as all of this thread's copies by cp.async so far are there."""
+    inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
+
+
+def st_async_v4(address: Int32, words: list, barrier: Int32) -> None:
+    """Four words to a 16-byte aligned cluster address; their bytes count on the mbarrier as in ``st_async``."""
+    inline_ptx(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 "
+        "[{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}}, [{$r5}];",
+        read_only_args=[address, *words, barrier],
+    )

@@ -11,8 +11,8 @@ the PTX ISA's fragments.
   norm       row b by CTA b mod 8, warp b / 8: Σx² of all 1536 columns; its rr goes to all CTAs by st.async (exchange 1)
   x̂          192 threads normalise the CTA's 192 columns of all rows, in place in sX
   Q_B        per tile of requests and 8 rows of Q_B (m16n8) 12 MMAs from 0; a lane's 16 bytes are 8 consecutive k, of
-             which one MMA takes the first 4 and the next the others; a bulk copy a tile takes the 24 rows of warp w
-             to CTA w                                                                                       (exchange 2)
+             which one MMA takes the first 4 and the next the others; the 24 rows of warp w go to CTA w by st.async
+                                                                                                            (exchange 2)
   sum        CTA r adds the 8 partial sums of its 24 rows in order of k, rounds to bf16: two m16n8 tiles of C make an
              A fragment of m16k16, so "nope" q goes to all CTAs as fragments by a bulk copy each (exchange 3), "rope" q
              is written
@@ -23,10 +23,11 @@ its cluster have everything that was sent to them (cluster barrier), since a bul
 Buffers that others write to are used once; sOut shares its memory with sPart, after a barrier behind the last read.
 Outputs and cache are written after the wait for the predecessor. With ``dcp`` see ``dcp.py``.
 
-Exchanges 2 and 3 are bulk copies because st.async moved one lane's bytes a cycle on an H200, whatever their number.
+Exchange 3 is a bulk copy because st.async sends about a lane a cycle on an H200, however few its bytes.
 
-Shared memory, bytes: sUk 128 · 144 (padded: 8 rows of a matrix on different banks), sX 16 T · 448 (padded), sPart and
-sSend 12,288 T each, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 35,904 T, 162,072 at T = 4.
+Shared memory, bytes: sUk 128 · 144 (padded: 8 rows of a matrix on different banks), sX 16 T · 448 (padded), sPart
+12,288 T, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 23,616 T. For T > 1 at least ``ALONE``: two CTAs on an SM,
+as overlapping launches would place them, share its path to the cluster (B = 64: 10.0 µs instead of 7.8).
 """
 
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ UK_PITCH, X_PITCH = 2 * COLUMNS + 16, 2 * K + 64
 OWNERS = 2 * K // 16 * WARPS  # threads that normalise: 24 pieces of 16 bytes a row, 8 rows at once
 FRAGMENT = 512  # bytes of a warp's tile, 4 words a lane
 SMS = 132  # of an H200
+ALONE = 116 * 1024  # bytes of shared memory with which a CTA has its SM to itself
 FORM = "m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
@@ -68,19 +70,19 @@ class Config:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of sUk, sX, sPart, sQ, sRr, sSend."""
+        """Bytes of sUk, sX, sPart, sQ, sRr."""
         return (
             NOPE * UK_PITCH,
             self.tiles * TILE * X_PITCH,
             self.tiles * CTAS * N_TILES * FRAGMENT,
             self.tiles * NOPE // 16 * FRAGMENT,
             self.tiles * TILE * 4,
-            self.tiles * CTAS * N_TILES * FRAGMENT,
         )
 
     @property
     def smem_bytes(self) -> int:
-        return sum(self.sizes) + 24
+        used = sum(self.sizes) + 24
+        return used if self.tiles == 1 else max(used, ALONE)
 
 
 class Tiled:
@@ -110,7 +112,7 @@ class Tiled:
             cluster=[CTAS, 1, 1],
             stream=stream,
             use_pdl=pdl,
-            min_blocks_per_mp=1 if self.config.dcp or self.config.tiles > 1 else 2,
+            min_blocks_per_mp=1 if self.config.dcp else 2,
             preferred_smem_carveout=100,
         )
 
@@ -132,7 +134,7 @@ class Tiled:
         unit, rank = block // CTAS, block % CTAS
         at = dict(zip(NAMES, addresses, strict=True))
         smem = SmemAllocator()
-        base = smem.allocate(sum(config.sizes), byte_alignment=128).toint()
+        base = smem.allocate(config.smem_bytes - 24, byte_alignment=128).toint()
         sBarriers = smem.allocate_array(Int64, 3, byte_alignment=8)
         row = cute.arch.thread_idx()[0] // 32 * CTAS + rank
         if unit == heads * groups:
@@ -165,7 +167,7 @@ class Tiled:
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
-        sUk, sX, sPart, sQ, sRr, sSend = [base + sum(config.sizes[:i]) for i in range(6)]
+        sUk, sX, sPart, sQ, sRr = [base + sum(config.sizes[:i]) for i in range(5)]
         barriers = [sBarriers + i for i in range(3)]
         self.open_exchanges(thread, rank, rows, barriers)
         q_b = self.stage(at, head, rank, sUk)
@@ -191,7 +193,7 @@ class Tiled:
         ptx.mbarrier_spin(barriers[0].toint(), 0)
         self.normalise(w_words, rows, sX, sRr)
 
-        self.multiply(q_b, rank, sX, sSend, sPart, barriers[1])
+        self.multiply(q_b, rank, sX, sPart, barriers[1])
         ptx.mbarrier_spin(barriers[1].toint(), 0)
         out = at["output"] + Int64(head * WIDTH)
         self.add_parts(out, heads * WIDTH, rank, rows, scale, sPart, sQ, barriers[2], shared_round)
@@ -276,14 +278,13 @@ class Tiled:
         cute.arch.sync_threads()
 
     @cute.jit
-    def multiply(self, q_b: list, rank: Int32, sX: Int32, sSend: Int32, sPart: Int32, barrier: cute.Pointer):
+    def multiply(self, q_b: list, rank: Int32, sX: Int32, sPart: Int32, barrier: cute.Pointer):
         """This CTA's columns of x̂ times the warp's 24 rows of Q_B, to CTA ``warp``."""
         tiles = self.config.tiles
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % 32, thread // 32
         size = cutlass.const_expr(N_TILES * FRAGMENT)  # of a tile's sums
-        source = sSend + warp * (tiles * size)
-        target = ptx.mapa(sPart + rank * (tiles * size), warp)
+        target = ptx.mapa(sPart + rank * (tiles * size) + lane * 16, warp)
         counter = ptx.mapa(barrier.toint(), warp)
         for tile in cutlass.range(tiles, unroll=1):
             x = sX + (tile * TILE + lane // 4) * X_PITCH + lane % 4 * 16
@@ -297,11 +298,7 @@ class Tiled:
                         b = q_b[n][block]
                         sums[n] = list(ptx.mma_sync(FORM, a, [b[half], b[half + 1]], sums[n]))
             for n in cutlass.range_constexpr(N_TILES):
-                ptx.st_v4("shared", source + tile * size + n * FRAGMENT + lane * 16, sums[n])
-            ptx.fence_proxy_async_shared()
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.bulk_copy_to_cluster(target + tile * size, source + tile * size, size, counter)
+                ptx.st_async_v4(target + tile * size + n * FRAGMENT, sums[n], counter)
 
     @cute.jit
     def add_parts(
