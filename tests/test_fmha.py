@@ -1,10 +1,12 @@
-"""``reference.fmha``: the model against independent attention, k2 against its specification, both against literals.
+"""``reference.fmha``: the model against independent attention, the schedules against their specification, all against
+literals.
 
 Tolerances are ``goldens.fmha.bound``, the derived ones; in fp64 they shrink by 2^-29, the ratio of the
 formats' unit roundoffs.
 """
 
 import math
+import time
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -18,11 +20,11 @@ from torch import Tensor
 import goldens
 from goldens import inputs as draw
 from goldens import store
-from goldens.fmha import RECIPES, bound, make_case
+from goldens.fmha import RECIPES, WGMMA, bound, make_case
 from goldens.judge import select
-from reference.fmha import exact, k2_refusal, model, scale_of
-from reference.numerics import ulp
-from reference.numerics.mufu import ex2_approx_ftz, rcp_approx_ftz
+from reference.fmha import LOG2_E, exact, first_row, k2_refusal, model, scale_of
+from reference.numerics import tensor_core, ulp
+from reference.numerics.mufu import ex2_approx_ftz, lg2_approx_ftz, rcp_approx_ftz
 
 KERNEL = goldens.KERNELS["fmha"]
 FP64_OVER_FP32 = 2.0**-29
@@ -180,9 +182,9 @@ def assert_model_within(x: dict[str, Tensor], params: dict, got: dict[str, Tenso
         assert_within(got[name][seen], oracle[name][seen], allowed[name][seen])
 
 
-def assert_k2_within(x: dict[str, Tensor], params: dict, o: Tensor, oracle: Tensor) -> None:
+def assert_schedule_within(x: dict[str, Tensor], params: dict, schedule: str, o: Tensor, oracle: Tensor) -> None:
     """The bound before the last rounding, then ½ ULP of bf16."""
-    limit = bound(x, params, "k2")["o"]
+    limit = bound(x, params, schedule)["o"]
     assert_within(o, oracle, limit + 0.5 * ulp.size(oracle.abs() + limit, torch.bfloat16))
 
 
@@ -193,7 +195,11 @@ def test_committed_cases_are_within_their_bound_of_the_oracle(case: goldens.Case
     oracle = model(x, case.params, torch.float64)
     assert_model_within(x, case.params, select(tensors, "model/"), oracle)
     for schedule in case.schedules:
-        assert_k2_within(x, case.params, tensors[f"exact/{schedule}/o"], oracle["o"])
+        assert_schedule_within(x, case.params, schedule, tensors[f"exact/{schedule}/o"], oracle["o"])
+        if schedule != "k2":
+            lse, seen = tensors[f"exact/{schedule}/lse"], oracle["lse"].isfinite()
+            assert torch.equal(lse[~seen].double(), oracle["lse"][~seen])
+            assert_within(lse[seen], oracle["lse"][seen], bound(x, case.params, schedule)["lse"][seen])
 
 
 @given(
@@ -212,7 +218,8 @@ def test_drawn_calls_are_within_their_bound(
     x = RECIPES[recipe](f"test_fmha/{label}", shape, shape)
     oracle = model(x, params, torch.float64)
     assert_model_within(x, params, model(x, params), oracle)
-    assert_k2_within(x, params, exact(x, params, "k2")["o"], oracle["o"])
+    for schedule in ("k2", *WGMMA):
+        assert_schedule_within(x, params, schedule, exact(x, params, schedule)["o"], oracle["o"])
 
 
 # By hand: every operation but the last rounding is exact, or an exponential that is 0 or 1.
@@ -260,6 +267,8 @@ def test_by_hand(x: dict[str, Tensor], causal: bool, o: float | Tensor, lse: flo
     params = {"causal": causal}
     want = torch.as_tensor(o, dtype=torch.float32).expand(x["q"].shape)
     assert torch.equal(exact(x, params, "k2")["o"].float(), want)
+    for schedule in WGMMA:
+        assert torch.equal(exact(x, params, schedule)["o"].float(), want)
     got = model(x, params)
     assert torch.equal(got["o"].to(torch.bfloat16).float(), want)
     if lse is not None:
@@ -344,6 +353,177 @@ def test_k2_against_its_specification_thread_by_thread(n: int, causal: bool, row
     for row in rows:
         slow = torch.tensor(np.array(k2_row(q[row], k, v, row, causal)))
         assert ulp.bits(slow.to(torch.bfloat16)).tolist() == ulp.bits(o[0, row]).tolist()
+
+
+def wgmma_row(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: int, tiles: int, bc: int
+) -> tuple[list[np.float32], np.float32]:
+    """One row of O before its rounding and its lse, by the four threads that serve it, register by register.
+
+    q [d], k and v [N, d], fp32 holding bf16; the row sees keys 0 … visible − 1 and visits ``tiles`` tiles of bc keys.
+    """
+    d, zero = len(q), np.float32(0)
+    scale = np.float32(1.0 / math.sqrt(d))
+    c = np.float32(float(scale) * LOG2_E)
+    m, l, o = np.float32(-np.inf), [zero] * 4, [zero] * d
+    pad = np.zeros((tiles * bc, d), dtype=np.float32)
+    keys, values = pad.copy(), pad.copy()
+    count = min(len(k), tiles * bc)
+    keys[:count], values[:count] = k[:count], v[:count]
+    for tile in reversed(range(tiles)):
+        s = []
+        for key in range(tile * bc, (tile + 1) * bc):
+            total = zero
+            for step in range(0, d, 16):
+                total = fused(q[step : step + 16], keys[key, step : step + 16], total)
+            s.append(total if key < visible else np.float32(-np.inf))
+        new = max(m, max(s))
+        shift = zero if new == -np.inf else new
+        alpha = mufu(ex2_approx_ftz, (m - shift) * c)
+        p = [mufu(ex2_approx_ftz, fma(x, c, -(shift * c)) if x > -np.inf else x) for x in s]
+        for thread in range(4):
+            total = zero
+            for eight in range(0, bc, 8):
+                for column in (eight + 2 * thread, eight + 2 * thread + 1):
+                    total = total + p[column]
+            l[thread] = fma(l[thread], alpha, total)
+        narrow = torch.tensor(np.array(p)).to(torch.bfloat16).float().numpy()
+        for column in range(d):
+            total = o[column] * alpha
+            for step in range(0, bc, 16):
+                own = slice(tile * bc + step, tile * bc + step + 16)
+                total = fused(narrow[step : step + 16], values[own, column], total)
+            o[column] = total
+        m = new
+    total = (l[0] + l[1]) + (l[2] + l[3])
+    inverse = np.float32(1.0) if total == 0 else mufu(rcp_approx_ftz, total)
+    ln_2 = np.float32(0.6931471805599453)
+    lse = np.float32(-np.inf) if total == 0 else fma(mufu(lg2_approx_ftz, total), ln_2, m * scale)
+    return [x * inverse for x in o], lse
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.float32) -> np.float32:
+    """One instruction's sum of 16 products and the accumulator."""
+    rows = (torch.tensor(np.asarray(x)).to(torch.bfloat16) for x in (a, b))
+    return np.float32(tensor_core.fused_sum(*rows, torch.tensor(float(c))).item())
+
+
+WGMMA_SIMULATED = {
+    "full-q2-k130": (2, 130, False, (0, 1)),
+    "causal-q70-k134": (70, 134, True, (3, 63, 64)),
+    "causal-q6-k4": (6, 4, True, (1, 2, 5)),
+}
+
+
+@pytest.mark.parametrize("bc", [128, 176])
+@pytest.mark.parametrize(("n_q", "n_k", "causal", "rows"), WGMMA_SIMULATED.values(), ids=WGMMA_SIMULATED)
+def test_wgmma_against_its_specification_thread_by_thread(
+    n_q: int, n_k: int, causal: bool, rows: tuple[int, ...], bc: int
+) -> None:
+    x = normal(f"wgmma-{n_q}-{n_k}", n_q, n_k)
+    got = exact(x, {"causal": causal}, f"wgmma{bc}")
+    q, k, v = (x[name][0].float().numpy() for name in ("q", "k", "v"))
+    for row in rows:
+        last = row // 64 * 64 + 63  # of the rows that visit tiles together
+        visible, seen = (min(n_k, max(0, i + 1 + n_k - n_q)) if causal else n_k for i in (row, last))
+        o, lse = wgmma_row(q[row], k, v, visible, -(-seen // bc), bc)
+        slow = torch.tensor(np.array(o)).to(torch.bfloat16)
+        assert ulp.bits(slow).tolist() == ulp.bits(got["o"][0, row]).tolist()
+        assert lse.view(np.uint32) == ulp.bits(got["lse"])[0, row]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("n_q", "n_k"), [(1, 1), (64, 64), (65, 64), (200, 129), (129, 200), (300, 5), (5, 300)])
+def test_rows_visit_the_tiles_of_their_64(n_q: int, n_k: int, causal: bool) -> None:
+    """The first row of a tile is that of the first 64 of which one, existing or not, sees one of its keys."""
+    for start in range(0, n_k, 128):
+        groups = range(0, n_q, 64)
+        visits = [g for g in groups if not causal or any(start <= g + i + n_k - n_q for i in range(64))]
+        assert min(first_row(start, n_q, n_k, causal), n_q) == min([*visits, n_q])
+
+
+@pytest.mark.parametrize("schedule", WGMMA)
+def test_rows_without_keys(schedule: str) -> None:
+    got = exact(normal("empty-row", 65, 64), {"causal": True}, schedule)
+    assert torch.equal(ulp.bits(got["o"][0, 0]), torch.zeros(64, dtype=ulp.bits(got["o"]).dtype))
+    assert got["lse"][0, 0] == -torch.inf
+    assert got["o"].isfinite().all()
+    none = exact(normal("no-keys", 3, 0), {}, schedule)
+    assert torch.equal(none["o"], torch.zeros(1, 3, 64, dtype=torch.bfloat16))
+    assert torch.equal(none["lse"], torch.full((1, 3), -torch.inf))
+
+
+@pytest.mark.parametrize("schedule", WGMMA)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_wgmma_does_not_read_beyond_the_used_rows(schedule: str, causal: bool) -> None:
+    """Buffers of 128 rows of which 65 are used, the rest NaN: the bits are those of the rows alone."""
+    used = normal("buffer", 65, 65)
+    buffers = {name: torch.full((1, 128, 64), torch.nan, dtype=torch.bfloat16) for name in used}
+    for name, x in used.items():
+        buffers[name][:, :65] = x
+    got = exact({name: x[:, :65] for name, x in buffers.items()}, {"causal": causal}, schedule)
+    want = exact(used, {"causal": causal}, schedule)
+    for name, x in want.items():
+        assert torch.equal(ulp.bits(got[name]), ulp.bits(x))
+
+
+PACKED = ((5, 9), (1, 1), (0, 4), (7, 0), (13, 46))
+
+
+def packed(label: str) -> dict[str, Tensor]:
+    """q [2, ΣNq, 64], k and v [1, ΣNk, 64], with offsets; keys that no query sees are NaN."""
+    total_q, total_k = (sum(lengths) for lengths in zip(*PACKED, strict=True))
+    x = normal(label, total_q, total_k, heads=(2, 1))
+    for name, part in (("cu_seqlens_q", 0), ("cu_seqlens_k", 1)):
+        ends = np.cumsum([0, *(lengths[part] for lengths in PACKED)])
+        x[name] = torch.tensor(ends, dtype=torch.int32)
+    for name in ("k", "v"):
+        x[name][:, 10:14] = torch.nan
+    return x
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_packed_sequences_are_sequences_alone(causal: bool) -> None:
+    x, params = packed("packed"), {"causal": causal}
+    for call in (model, *(lambda t, p, s=s: exact(t, p, s) for s in WGMMA)):
+        got, q_start, k_start = call(x, params), 0, 0
+        for n_q, n_k in PACKED:
+            rows, keys = slice(q_start, q_start + n_q), slice(k_start, k_start + n_k)
+            want = call({"q": x["q"][:, rows], "k": x["k"][:, keys], "v": x["v"][:, keys]}, params)
+            for name in want:
+                assert torch.equal(ulp.bits(got[name][:, rows]), ulp.bits(want[name]))
+                assert not want[name].isnan().any()
+            q_start, k_start = q_start + n_q, k_start + n_k
+
+
+OFFSETS_REFUSED = {
+    "one-missing": ({"cu_seqlens_k": None}, r"inputs: cu_seqlens_k missing; packed sequences take cu_seqlens_q and"),
+    "dtype": ({"cu_seqlens_q": torch.tensor([0, 26])}, r"cu_seqlens_q: got torch.int64 \(2,\), allowed is torch.int32"),
+    "start": ({"cu_seqlens_q": torch.tensor([1, 26], dtype=torch.int32)}, r"cu_seqlens_q: got \[1, 26\], allowed are"),
+    "end": ({"cu_seqlens_k": torch.tensor([0, 61], dtype=torch.int32)}, r"cu_seqlens_k: got \[0, 61\], allowed are"),
+    "order": ({"cu_seqlens_k": torch.tensor([0, 9, 5, 60], dtype=torch.int32)}, r"cu_seqlens_k: got \[0, 9, 5, 60\]"),
+    "count": ({"cu_seqlens_k": torch.tensor([0, 60], dtype=torch.int32)}, r"cu_seqlens_k: got 1 sequences"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OFFSETS_REFUSED.values(), ids=OFFSETS_REFUSED)
+def test_offsets_that_do_not_fit_are_refused(change: dict, message: str) -> None:
+    x = {name: t for name, t in (packed("refused") | change).items() if t is not None}
+    with pytest.raises(ValueError, match=message):
+        model(x, {})
+
+
+def test_k2_refuses_packed_sequences() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens_q: schedule k2 takes no packed sequences"):
+        exact(packed("k2"), {}, "k2")
+
+
+def test_an_exact_head_of_1024_takes_seconds() -> None:
+    """What makes the goldens of large cases affordable: N = 1024, d = 128 in under 10 s on one core."""
+    x = normal("speed", 1024, 1024, 128)
+    start = time.process_time()
+    exact(x, {}, "wgmma128")
+    assert time.process_time() - start < 10
 
 
 def tensors(

@@ -140,7 +140,8 @@ def test_every_case_gets_inputs_of_its_shape(case: goldens.Case) -> None:
     dims, made = case.dims, KERNEL.inputs(case)
     assert made["q"].shape == (dims["batch"] * dims["heads_q"], dims["n_q"], dims["d"])
     assert made["k"].shape == made["v"].shape == (dims["batch"] * dims["heads_kv"], dims["n_k"], dims["d"])
-    assert {x.dtype for x in made.values()} == {torch.bfloat16}
+    assert {made[name].dtype for name in ("q", "k", "v")} == {torch.bfloat16}
+    assert {x.dtype for name, x in made.items() if name not in ("q", "k", "v")} <= {torch.int32}  # packed: offsets
     assert all(x.is_contiguous() for x in made.values())
 
 

@@ -1,23 +1,30 @@
-"""FMHA's speed beside torch SDPA on this GPU, as a Markdown table: ``python -m tools.bench [N ...]``.
+"""FMHA's speed on this GPU as Markdown tables: ``python -m tools.bench [rung[/schedule] ...]``.
 
-The shapes of the public FlashAttention-3 worklog: 2048 features (heads · d) and 16384 tokens in all,
-bf16. A causal call counts half the operations, 2 · B · H · N² · d of the full 4. Median of CUDA-event
-times; SDPA chooses its own backend. The kernel's output is compared with SDPA's after timing: a launch that
-failed must not look fast.
+By default the fastest rung; without a schedule a rung's fastest, so ``k6/wgmma128 k6/wgmma176`` compares tiles.
+Two widths, with and without a mask, three lengths; 2048 features (heads · d) and 16384 tokens in all, bf16. A causal
+call counts half the operations, 2 · B · H · N² · d of the full 4. Each is timed by replays of a CUDA graph of some
+calls, so that nobody's host side counts. Beside ours: torch SDPA with cuDNN's and with FlashAttention's backend, and
+FlashAttention-4 where ``flash_attn.cute`` can be imported. After timing each output is compared with cuDNN's: a launch
+that failed must not look fast.
 """
 
-import math
 import statistics
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tools.candidates import HardwareMissing, require_hopper
 
 FEATURES, TOKENS = 2048, 16384
-LENGTHS = (512, 1024, 4096, 16384)
+LENGTHS = (1024, 4096, 16384)
+CELLS = [(d, causal, n) for d in (64, 128) for causal in (False, True) for n in LENGTHS]
+PEER = "SDPA cuDNN"  # whose output is the standard
+TOLERANCE = 1e-2  # relative, in the 2-norm: both sides round weights and outputs to bf16
+Call = Callable[[], Tensor]
 
 
 def require_gpu() -> None:
@@ -43,34 +50,95 @@ def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def measure(d: int, causal: bool, n: int) -> tuple[float, float]:
-    """TFLOP/s of schedule k2 and of SDPA. RuntimeError if their outputs are not close."""
+def graph_milliseconds(call: Callable[[], object], launches: int = 10, replays: int = 7) -> float:
+    """Median time of a call among ``launches`` back to back in a CUDA graph."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(launches):
+            call()
+    return milliseconds(graph.replay, replays) / launches
+
+
+def tensors(d: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal q, k and v [B, N, H, d]."""
+    generator = torch.Generator("cuda").manual_seed(n)
+    shape = (TOKENS // n, n, FEATURES // d, d)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
+    return q, k, v
+
+
+def sdpa(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """torch's attention by one backend; o [B, N, H, d]."""
+    with sdpa_kernel(backend):
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=causal)
+    return o.transpose(1, 2)
+
+
+def peers(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, Call]:
+    """The other implementations by name; ``PEER`` is the first."""
+    calls: dict[str, Call] = {
+        PEER: lambda: sdpa(SDPBackend.CUDNN_ATTENTION, q, k, v, causal),
+        "SDPA flash": lambda: sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, causal),
+    }
+    try:
+        from flash_attn.cute import flash_attn_func  # type: ignore[import-not-found]
+    except ImportError:
+        return calls
+    return calls | {"FlashAttention-4": lambda: flash_attn_func(q, k, v, causal=causal)[0]}
+
+
+def ours(rung: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Call:
+    """A rung, or rung/schedule, on these tensors; k2 and k3 get theirs head-folded, which is not timed."""
     from cute_impl import fmha
 
-    shape = (TOKENS // n * FEATURES // d, n, d)
-    generator = torch.Generator("cuda").manual_seed(n)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(3))
-    ours = milliseconds(lambda: fmha.attention(q, k, v, causal), repeats=3)
-    peer = milliseconds(lambda: F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=causal))
-    got = fmha.attention(q, k, v, causal).float()
-    want = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=causal)[0].float()
-    if not math.isclose(float((got - want).norm() / want.norm()), 0.0, abs_tol=1e-2):
-        raise RuntimeError(f"d = {d}, causal = {causal}, N = {n}: the outputs differ")
-    operations = 4 * shape[0] * n * n * d / (2 if causal else 1)
-    return operations / ours / 1e9, operations / peer / 1e9
+    rung, _, schedule = rung.partition("/")
+    if rung in fmha.TENSOR_CORE:
+        return lambda: fmha.attention(q, k, v, causal, rung=rung, schedule=schedule or None)
+    batch, n, heads, d = q.shape
+    fq, fk, fv = (x.transpose(1, 2).reshape(batch * heads, n, d) for x in (q, k, v))
+    return lambda: fmha.attention(fq, fk, fv, causal, rung=rung).view(batch, heads, n, d).transpose(1, 2)
 
 
-def main(lengths: list[int]) -> None:
-    """Print the table."""
+def measure(d: int, causal: bool, n: int, rungs: list[str]) -> dict[str, float]:
+    """TFLOP/s by name. RuntimeError if an output is not close to cuDNN's."""
+    q, k, v = tensors(d, n)
+    calls = peers(q, k, v, causal) | {rung: ours(rung, q, k, v, causal) for rung in rungs}
+    operations = 4 * TOKENS * FEATURES * n / (2 if causal else 1)
+    speeds = {name: operations / graph_milliseconds(call) / 1e9 for name, call in calls.items()}
+    want = calls[PEER]().float()
+    for name, call in calls.items():
+        error = float((call().float() - want).norm() / want.norm())
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"d = {d}, causal = {causal}, N = {n}: {name} differs from {PEER} by {error:.3g}")
+    return speeds
+
+
+def main(rungs: list[str]) -> None:
+    """Print a table: TFLOP/s of each, and each rung's ratio to the fastest of the others."""
     require_gpu()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; TFLOP/s, k2 / SDPA\n")
-    print("| d, causal | " + " | ".join(f"N = {n}" for n in lengths) + " |")
-    print("|---|" + "---|" * len(lengths))
-    for d in (64, 128):
-        for causal in (False, True):
-            cells = [" / ".join(f"{x:.1f}" for x in measure(d, causal, n)) for n in lengths]
-            print(f"| {d}, {'yes' if causal else 'no'} | " + " | ".join(cells) + " |")
+    from cute_impl import fmha
+
+    rungs = rungs or [fmha.RUNGS[-1]]
+    try:
+        for rung in rungs:
+            name, _, schedule = rung.partition("/")
+            fmha.resolve(name, schedule or None, 64, False)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
+    q, k, v = tensors(64, LENGTHS[0])
+    names = list(peers(q, k, v, causal=False))
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; TFLOP/s\n")
+    heads = [*names, *(cell for rung in rungs for cell in (rung, "ratio"))]
+    print("| d | causal | N | " + " | ".join(heads) + " |\n" + "|---" * (3 + len(heads)) + "|")
+    for d, causal, n in CELLS:
+        speeds = measure(d, causal, n, rungs)
+        best = max(speeds[name] for name in names)
+        cells = [f"{speeds[name]:.0f}" for name in names]
+        cells += [cell for rung in rungs for cell in (f"{speeds[rung]:.0f}", f"{speeds[rung] / best:.2f}")]
+        print(f"| {d} | {'yes' if causal else 'no'} | {n} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":
-    main([int(n) for n in sys.argv[1:]] or list(LENGTHS))
+    main(sys.argv[1:])
