@@ -4,9 +4,10 @@ from goldens.attn_res import KERNEL as _ATTN_RES
 from goldens.cache_insert import KERNEL as _CACHE_INSERT
 from goldens.case import Case, Kernel
 from goldens.fmha import KERNEL as _FMHA
+from goldens.kda import KERNEL as _KDA
 from goldens.mla_query import KERNEL as _MLA_QUERY
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_FMHA, _ATTN_RES, _MLA_QUERY, _CACHE_INSERT)}
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (_FMHA, _ATTN_RES, _MLA_QUERY, _CACHE_INSERT, _KDA)}
 
 
 _IDS = [case.id for kernel in KERNELS.values() for case in kernel.cases]

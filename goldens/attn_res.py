@@ -294,6 +294,7 @@ def make_case(
         schedules=("cluster7", "cluster7_direct") if direct else ("cluster7",),
         committed=committed,
         exact_only=_EXACT_ONLY.get(recipe),
+        regenerated=("blocks", "norm", "query", "gamma") if committed and nb > 1 else (),
     )
 
 

@@ -1,10 +1,13 @@
-"""Small calls of each kernel for ``compute-sanitizer --report-api-errors no python3 -m tools.sanitize``.
+"""Small calls of each kernel for ``compute-sanitizer --report-api-errors no python3 -m tools.sanitize [KERNEL ...]``.
 
-The calls are short, for under the sanitizer a kernel runs some thousand times slower; they reach every k2 variant and,
-of AttnRes, both schedules with and without blocks, a written source row, and ``final``. Results are checked to be
-finite, so that a launch that failed does not look clean.
+The calls are short, for under the sanitizer a kernel runs some thousand times slower; they reach every rung of fmha, of
+AttnRes both schedules with and without blocks, a written source row, ``final`` and the mailbox, of the MLA query both
+schedules alone and as one of two ranks, of KDA every cluster size. Results are checked to be finite, so that a launch
+that failed does not look clean.
 """
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,14 +22,20 @@ def normal(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 def fmha() -> list[Tensor]:
-    """The outputs of k2: both widths, with and without a mask."""
-    from cute_impl.fmha import attention
+    """Both widths, with and without a mask, by k2 and the tensor-core rungs; of these also ragged and packed calls."""
+    from cute_impl.fmha import TENSOR_CORE, attention
 
+    starts = torch.tensor([0, 70, 192], dtype=torch.int32, device="cuda")
+    packed: dict[str, Any] = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": 122}
     outputs = []
     for d in (64, 128):
         for causal in (False, True):
             q, k, v = (normal(2, 192, d) for _ in range(3))
-            outputs.append(attention(q, k, v, causal))
+            outputs.append(attention(q, k, v, causal, rung="k2"))
+            for rung in TENSOR_CORE:
+                outputs.append(attention(q, k[:, :150], v[:, :150], causal, rung=rung))
+                folded = [x.transpose(0, 1) for x in (q, k, v)]
+                outputs.append(attention(folded[0], folded[1], folded[2], causal, rung=rung, **packed))
     return outputs
 
 
@@ -87,14 +96,46 @@ def mla_query() -> list[Tensor]:
     return [x.float() for x in [*outputs, cache]]
 
 
-def main() -> None:
-    """Run all calls."""
+def kda() -> list[Tensor]:
+    """out and final state on every cluster size: several sequences, tails, an empty one, both kinds of state."""
+    from cute_impl.kda import CLUSTERS, fwd
+
+    heads, lengths = 2, (150, 0, 17, 1)
+    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    outputs = []
+    for cluster in CLUSTERS:
+        for dtype in (torch.bfloat16, torch.float32):
+            q, k, v, g = (normal(1, sum(lengths), heads, 128) for _ in range(4))
+            state = normal(len(lengths), heads, 128, 128).to(dtype)
+            out, final = torch.empty_like(v), torch.empty_like(state)
+            beta, a_log, bias = normal(1, sum(lengths), heads), torch.zeros(heads), torch.zeros(heads, 128)
+            gate = (a_log.cuda(), bias.cuda(), -5.0)
+            fwd(q, k, v, g, beta, 128**-0.5, out, *gate, state, final, offsets, cluster=cluster)
+            outputs += [out, final]
+    return outputs
+
+
+KERNELS: dict[str, Callable[[], list[Tensor]]] = {
+    "fmha": fmha,
+    "attn_res": attn_res,
+    "attn_res_mailbox": attn_res_mailbox,
+    "mla_query": mla_query,
+    "kda": kda,
+}
+
+
+def main(names: list[str]) -> None:
+    """Run the calls of the kernels named, of all unless told otherwise."""
+    unknown = [name for name in names if name not in KERNELS]
+    if unknown:
+        raise SystemExit(f"got {', '.join(unknown)}, allowed are {', '.join(KERNELS)}")
     require_gpu()
-    outputs = fmha() + attn_res() + attn_res_mailbox() + mla_query()
-    if not all(bool(x.isfinite().all()) for x in outputs):
-        raise RuntimeError("an output is not finite")
-    print(f"{len(outputs)} calls")
+    for name in names or KERNELS:
+        outputs = KERNELS[name]()
+        if not all(bool(x.isfinite().all()) for x in outputs):
+            raise RuntimeError(f"{name}: an output is not finite")
+        print(f"{name}: {len(outputs)} outputs", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -1,0 +1,161 @@
+"""KDA forward on sm_90a, schedule ``chunk16``: every rounding is that of docs/kda.md, whatever the batch or the GPU.
+
+``fwd(q, …)`` has FlashKDA's arguments, ``torch.ops.goldens.kda`` is the same as a custom operator,
+``run(inputs, params, schedule)`` the same as a candidate for the suite, ``fla.chunk_kda`` takes the arguments of
+flash-linear-attention.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32, Int64
+from torch import Tensor
+
+from cute_impl import runtime
+from cute_impl.kda import checks, chunk16
+from cute_impl.kda.chunk16 import CLUSTERS, TOKENWISE
+from cute_impl.kda.layout import D
+
+SCHEDULES = ("chunk16",)
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
+OPTIONAL = ("initial_state", "cu_seqlens")
+PARAMS = ("scale", "lower_bound", "final_state")
+
+
+def get_workspace_size(T_total: int, H: int, N: int = 1) -> int:
+    """Bytes of workspace that ``fwd`` needs for T_total tokens, H heads, N sequences: none, the chunks stay on chip."""
+    for name, x in (("T_total", T_total), ("H", H), ("N", N)):
+        if not isinstance(x, int) or isinstance(x, bool) or x < 0:
+            raise ValueError(f"{name}: got {x!r}, allowed is a whole number from 0 on")
+    return 0
+
+
+def fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float,
+    out: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float,
+    initial_state: Tensor | None = None,
+    final_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    workspace: Tensor | None = None,
+    *,
+    check: bool = False,
+    cluster: int | None = None,
+) -> None:
+    """Write ``out`` and, if given, ``final_state`` on an sm_90 GPU.
+
+    q, k, v, g, out: [B, T, H, 128] bf16, g the gate before activation. beta: [B, T, H] bf16 logits. A_log [H], dt_bias
+    [H, 128] fp32. scale: any finite number. lower_bound: from −5 to 5, natural log. initial_state, final_state: [N, H,
+    V, K] bf16 or fp32, one dtype; they may be the same tensor. cu_seqlens: [N + 1] int64 or int32 on the device, B = 1:
+    sequence n has tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1; without it N = B. All contiguous, at multiples of 16
+    bytes (beta 2, A_log 4, offsets their size).
+    workspace: uint8, accepted as FlashKDA does; none is needed and a given one is not touched.
+    check: read cu_seqlens back first, which waits for the GPU; ValueError unless they rise from 0 to T.
+    Without it bad offsets are brought into range, each at least its predecessor in a pair: memory-safe, not meaningful.
+    cluster: CTAs that share a sequence and head, 1, 2, 4 or 8, by N · H and the GPU's size unless given; the same bits.
+
+    ValueError names the argument that is not supported, RuntimeError a missing GPU.
+    """
+    tensors = {
+        **dict(zip(INPUTS, (q, k, v, g, beta, A_log, dt_bias), strict=True)),
+        "out": out,
+        "initial_state": initial_state,
+        "final_state": final_state,
+        "cu_seqlens": cu_seqlens,
+        "workspace": workspace,
+    }
+    sequences = checks.check_call(tensors, scale, lower_bound, cluster)
+    if check and cu_seqlens is not None:
+        checks.check_offsets(cu_seqlens, q.shape[1])
+    runtime.require_hopper(q.device)
+    if cluster is None:
+        cluster = cluster_for(sequences * q.shape[2], _multiprocessors(q.device))
+    torch.ops.goldens.kda(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, final_state,
+        float(scale), float(lower_bound), cluster,
+    )  # fmt: skip
+
+
+def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str = "chunk16") -> dict[str, Tensor]:
+    """The kernel as a candidate: out, and final_state if ``params`` asks for one ("bf16" or "fp32")."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
+    runtime.require_names("inputs", inputs, INPUTS)
+    runtime.require_names("params", params, PARAMS)
+    q, offsets = inputs["q"], inputs.get("cu_seqlens")
+    made = {"out": torch.empty_like(inputs["v"])}
+    if params["final_state"] is not None:
+        dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+        if params["final_state"] not in dtypes:
+            raise ValueError(f"final_state: got {params['final_state']!r}, allowed are None, 'bf16', 'fp32'")
+        sequences = checks.check_offsets_form(offsets, q)
+        shape = (sequences, q.shape[2], D, D)
+        made["final_state"] = torch.empty(shape, dtype=dtypes[params["final_state"]], device=q.device)
+    tensors = {name: inputs.get(name) for name in (*INPUTS, *OPTIONAL)}
+    options = {name: params[name] for name in ("scale", "lower_bound")}
+    fwd(**tensors, **made, **options, check=True)  # type: ignore[arg-type]
+    return made
+
+
+def cluster_for(pairs: int, multiprocessors: int) -> int:
+    """The largest cluster up to 4 with which all pairs of a sequence and a head run at once, a CTA on a multiprocessor.
+
+    8 took longer than 4 at every shape of tools.bench_kda, which times all sizes by ``clusters``; with six sequences of
+    different lengths and 64 heads, 2 took less than the 1 that is chosen.
+    """
+    return max((c for c in CLUSTERS if c <= 4 and pairs * c <= multiprocessors), default=1)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@torch.library.custom_op("goldens::kda", mutates_args=("out", "final_state"))
+def _kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    final_state: Tensor | None,
+    scale: float,
+    lower_bound: float,
+    cluster: int,
+) -> None:
+    batch, tokens, heads, _ = q.shape
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    tensors = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens)
+    addresses = [Int64(0 if x is None else x.data_ptr()) for x in tensors]
+    pitches = [Int32(2 * D * heads)] * len(TOKENWISE)
+    wide = any(x is not None and x.dtype == torch.float32 for x in (initial_state, final_state))
+    offset_bytes = 0 if cu_seqlens is None else cu_seqlens.element_size()
+    numbers = (tokens, heads, sequences, offset_bytes, int(wide))
+    kernel = chunk16.compile_variant(chunk16.Config(cluster))
+    with torch.cuda.device(q.device):
+        kernel(addresses, pitches, *map(Int32, numbers), Float32(scale), Float32(lower_bound), runtime.stream())
+
+
+@_kda.register_fake
+def _(*_: Any, **__: Any) -> None:
+    return None
+
+
+def variants() -> Iterator[tuple[str, Callable[[str], Any]]]:
+    """Name and compile function (of the compiler's options) of each variant."""
+    for cluster in CLUSTERS:
+        yield f"chunk16-cluster{cluster}", functools.partial(chunk16.compile_variant, chunk16.Config(cluster))
