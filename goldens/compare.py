@@ -6,6 +6,7 @@ misshapen outputs fail with words of their own.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,9 @@ from reference.numerics.formats import BF16, E4M3, FP16, encode
 
 _NARROW = {form.dtype: form for form in (BF16, FP16, E4M3)}
 WORST = 10  # elements listed in a failing verdict
+LOCATED = 4096  # failing elements that are located in the kernel, at most
+PART_NUMBERS = 256  # numbers of a part that a kernel map keeps: a warp's lanes, a thread's registers
+MAP_CELLS = (32, 64)  # rows and columns of a tensor map, at most
 _SCAN_ELEMS = 1 << 16  # a block of a scan stays in the cache
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _BUCKETS = (0, 1, 2, 4, 8, 16, 64, 256, 1 << 12, 1 << 16)
@@ -25,7 +29,10 @@ _BUCKETS = (0, 1, 2, 4, 8, 16, 64, 256, 1 << 12, 1 << 16)
 
 @dataclass(frozen=True)
 class Element:
-    """One differing element: its index, bit patterns, values, distance, and where the kernel made it."""
+    """One failing element: its index, bit patterns, values, distance, and where the kernel made it.
+
+    ulps: NaN where got or wanted has no distance from the other: a NaN; against the model an infinity too.
+    """
 
     index: tuple[int, ...]
     got_bits: str
@@ -37,32 +44,71 @@ class Element:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """Where in a tensor its failing elements lie: counts in a grid laid over the tensor as a matrix.
+
+    The matrix has all dimensions but the last as ``rows``, the last as ``columns``. A cell is ``cell_rows`` ×
+    ``cell_columns`` of its elements; ``cells`` lists (row of cells, column of cells, failing elements), those of none
+    left out.
+    """
+
+    rows: int
+    columns: int
+    cell_rows: int
+    cell_columns: int
+    cells: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class KernelMap:
+    """Which parts of the kernel made the failing elements: by part (warp, lane, …) how many each number of it made.
+
+    ``located`` failing elements were looked at: all, or LOCATED of them at even distances. ``parts`` keeps the
+    PART_NUMBERS numbers with the most elements of each part; ``numbers`` says how many there were.
+    """
+
+    located: int
+    parts: dict[str, dict[int, int]]
+    numbers: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What comparing one output with a golden says; ``reason`` is empty if it passed.
 
-    against: "exact" or "model". differing: elements whose bits (exact) differ or that exceed their bound (model).
-    worst_class: elements of the wrong class. max_ulps: the largest distance among finite pairs, in ULPs of the output
-    format. zero_signs: elements that differ in nothing but the sign of zero (exact). histogram: elements by |ULPs|
-    (upper ends of buckets). used: the largest share of the bound used (model). mean_away: the mean of
-    sign(want) · (got − want) in ULPs. inexact: the share of elements off by anything.
-    ratio: root-mean-square error against the oracle over that of the model rounded to the same format.
+    against: "exact" or "model"; "invariance" where a candidate's calls are compared with each other.
+    failing: elements whose bits differ (exact) or that exceed their bound (model).
+    wrong_class: those of them that are finite, infinite or NaN where another of these is wanted.
+    only_zero_sign: those of them that differ in nothing but the sign of zero (exact).
+    max_ulps: the largest distance among finite pairs, in ULPs of the output's format.
+    histogram: elements by |ULPs|; the keys are the buckets' upper ends, the last one "inf".
+    max_error_over_bound: the largest error as a share of what that element may have (model).
+    mean_ulps_away_from_zero: the mean of sign(want) · (got − want) in ULPs; truncation shows as −0.5 (model).
+    inexact_share: the share of elements off by anything (model).
+    error_over_model_error: root-mean-square error against the oracle, over that of the model rounded to the same
+    format (model; None if the model has no error).
+    worst: the WORST worst elements. tensor_map, kernel_map: where all failing elements lie, None if there are none.
     """
 
     output: str
     against: str
     passed: bool
     reason: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
     elements: int = 0
-    differing: int = 0
-    worst_class: int = 0
-    zero_signs: int = 0
+    failing: int = 0
+    wrong_class: int = 0
+    only_zero_sign: int = 0
     max_ulps: float = 0.0
     histogram: dict[str, int] = field(default_factory=dict)
-    used: float | None = None
-    mean_away: float | None = None
-    inexact: float | None = None
-    ratio: float | None = None
+    max_error_over_bound: float | None = None
+    mean_ulps_away_from_zero: float | None = None
+    inexact_share: float | None = None
+    error_over_model_error: float | None = None
     worst: tuple[Element, ...] = ()
+    tensor_map: TensorMap | None = None
+    kernel_map: KernelMap | None = None
 
 
 Locate = Callable[[tuple[int, ...]], dict[str, int]]
@@ -107,24 +153,28 @@ def against_exact(
         same = ((classes[0] == ulp.NAN) & (classes[1] == ulp.NAN)) | (distance == 0)
         where, mine, theirs, distance = (x[~same] for x in (where, mine, theirs, distance))
         classes = [x[~same] for x in classes]
-    wrong_class, zeros = classes[0] != classes[1], int((distance == 0).sum())
+    other_class, zeros = classes[0] != classes[1], int((distance == 0).sum())
     finite = (classes[0] == ulp.FINITE) & (classes[1] == ulp.FINITE)
     ulps = torch.where((classes[0] == ulp.NAN) | (classes[1] == ulp.NAN), torch.nan, distance.to(torch.float64))
-    rank = torch.where(wrong_class, 1 << 62, distance)
-    count, wrong = where.numel(), int(wrong_class.sum())
+    rank = torch.where(other_class, 1 << 62, distance)
+    count, wrong = where.numel(), int(other_class.sum())
     reason = f"{count} of {got.numel()} elements differ" if count else ""
     return Verdict(
         output=output,
         against="exact",
         passed=count == 0,
         reason=reason + _of_them(wrong, "in class (finite, inf, NaN)") + _of_them(zeros, "only in the sign of zero"),
+        dtype=_name(got.dtype),
+        shape=tuple(got.shape),
         elements=got.numel(),
-        differing=count,
-        worst_class=wrong,
-        zero_signs=zeros,
+        failing=count,
+        wrong_class=wrong,
+        only_zero_sign=zeros,
         max_ulps=float(ulps[finite].max()) if bool(finite.any()) else 0.0,
         histogram=_histogram(ulps[finite], equal=got.numel() - count),
         worst=_worst(got, want, where, rank, ulps, locate),
+        tensor_map=_tensor_map(got.shape, where),
+        kernel_map=_kernel_map(got.shape, where, locate),
     )
 
 
@@ -154,6 +204,7 @@ def against_model(
     exceeds = torch.where(finite, ~(error <= allowed), wrong_class)  # a bound that is NaN excuses nothing
     signed = torch.where(finite, (wide - want) * want.sign() / unit, 0.0)
     ulps = error / unit
+    apart = torch.where(finite, ulps, torch.nan)  # another class is at no distance
     count, classes = int(exceeds.sum()), int(wrong_class.sum())
     share = torch.where(finite, error / allowed, 0.0)
     where = exceeds.reshape(-1).nonzero().squeeze(1)
@@ -164,16 +215,20 @@ def against_model(
         against="model",
         passed=count == 0,
         reason=reason + _of_them(classes, "in class (finite, inf, NaN)"),
+        dtype=_name(got.dtype),
+        shape=tuple(got.shape),
         elements=got.numel(),
-        differing=count,
-        worst_class=classes,
+        failing=count,
+        wrong_class=classes,
         max_ulps=float(ulps.max()),
         histogram=_histogram(ulps[finite]),
-        used=float(share.max()),
-        mean_away=float(signed.mean()),
-        inexact=float((error > 0).to(torch.float64).mean()),
-        ratio=_error_ratio(wide, rounded, oracle, finite),
-        worst=_worst(got, model, where, rank, ulps.reshape(-1)[where], locate),
+        max_error_over_bound=float(share.max()),
+        mean_ulps_away_from_zero=float(signed.mean()),
+        inexact_share=float((error > 0).to(torch.float64).mean()),
+        error_over_model_error=_error_ratio(wide, rounded, oracle, finite),
+        worst=_worst(got, model, where, rank, apart.reshape(-1)[where], locate),
+        tensor_map=_tensor_map(got.shape, where),
+        kernel_map=_kernel_map(got.shape, where, locate),
     )
 
 
@@ -200,6 +255,10 @@ def _at(x: Tensor, where: Tensor) -> Tensor:
 def _bits(x: Tensor) -> Tensor:
     """Bit patterns as int64; integers as they are."""
     return ulp.bits(x) if x.dtype.is_floating_point else x.to(torch.int64)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _of_them(count: int, what: str) -> str:
@@ -254,3 +313,34 @@ def _worst(
             )
         )
     return tuple(result)
+
+
+def _tensor_map(shape: torch.Size, where: Tensor) -> TensorMap | None:
+    """The grid of the failing elements at flat positions ``where``."""
+    if not where.numel():
+        return None
+    columns = shape[-1] if shape else 1
+    rows = shape.numel() // columns
+    cell_rows, cell_columns = (-(-n // most) for n, most in zip((rows, columns), MAP_CELLS, strict=True))
+    wide = -(-columns // cell_columns)
+    cell = where // columns // cell_rows * wide + where % columns // cell_columns
+    found, counts = cell.unique(return_counts=True)
+    cells = ((*divmod(c, wide), n) for c, n in zip(found.tolist(), counts.tolist(), strict=True))
+    return TensorMap(rows, columns, cell_rows, cell_columns, tuple(cells))
+
+
+def _kernel_map(shape: torch.Size, where: Tensor, locate: Locate | None) -> KernelMap | None:
+    """Counts by part of the kernel of the elements at flat positions ``where``."""
+    if locate is None or not where.numel():
+        return None
+    count = where.numel()
+    chosen = where if count <= LOCATED else where[torch.arange(LOCATED, device=where.device) * count // LOCATED]
+    found: dict[str, Counter[int]] = {}
+    axes = [axis.tolist() for axis in torch.unravel_index(chosen, shape)]
+    for index in zip(*axes, strict=True) if axes else [()]:
+        for part, number in locate(index).items():
+            found.setdefault(part, Counter())[number] += 1
+    if not found:
+        return None
+    kept = {part: dict(sorted(counts.most_common(PART_NUMBERS))) for part, counts in found.items()}
+    return KernelMap(chosen.numel(), kept, {part: len(counts) for part, counts in found.items()})

@@ -55,8 +55,8 @@ def test_one_code_apart_or_many(
     got, want = (from_codes(dtype, code) for code in pair)
     verdict = against_exact("o", got, want)
     assert not verdict.passed
-    assert (verdict.differing, verdict.worst_class, verdict.max_ulps) == (1, int(other_class), ulps)
-    assert verdict.zero_signs == int(ulps == 0 and not other_class)
+    assert (verdict.failing, verdict.wrong_class, verdict.max_ulps) == (1, int(other_class), ulps)
+    assert verdict.only_zero_sign == int(ulps == 0 and not other_class)
     assert verdict.reason.startswith("1 of 1 elements differ")
     assert ("in class" in verdict.reason) == other_class
     assert against_exact("o", want, want).passed
@@ -87,7 +87,7 @@ def test_bits_and_values_mode(from_codes: Codes, got: int, want: int, bits: bool
 def test_signs_of_zero_are_counted_apart(from_codes: Codes) -> None:
     verdict = against_exact("o", from_codes(BF16, 0x8000, 0x0000, 0x3F81), from_codes(BF16, 0x0000, 0x8000, 0x3F80))
     assert verdict.reason == "3 of 3 elements differ, 2 of them only in the sign of zero"
-    assert (verdict.differing, verdict.zero_signs, verdict.max_ulps) == (3, 2, 1)
+    assert (verdict.failing, verdict.only_zero_sign, verdict.max_ulps) == (3, 2, 1)
 
 
 FORMS = {
@@ -144,7 +144,7 @@ def test_both_sides_of_a_midpoint_pass(got: float) -> None:
     """An absolute tolerance of 0.06 fails them; ½ ULP is 0.0625."""
     verdict = model_verdict(torch.tensor([got], dtype=BF16), torch.tensor([30.0625]))
     assert verdict.passed
-    assert verdict.used == 1.0
+    assert verdict.max_error_over_bound == 1.0
 
 
 @pytest.mark.parametrize("got", [29.875, 30.25], ids=["below", "above"])
@@ -165,7 +165,7 @@ def test_a_tolerance_met_exactly_and_exceeded_by_one_step(model: float, got: flo
     got, model = torch.tensor([got], dtype=BF16), torch.tensor([model])
     met = model_verdict(got, model, bound)
     assert met.passed
-    assert met.used == 1.0
+    assert met.max_error_over_bound == 1.0
     exceeded = model_verdict(got, model, bound * (1 - 2.0**-50))
     assert not exceeded.passed
     assert exceeded.reason == "1 of 1 elements exceed their bound"
@@ -175,14 +175,14 @@ def test_the_bound_is_each_elements_own() -> None:
     """A generous neighbour does not pay for an element that exceeds its bound."""
     got, model = torch.tensor([1.125, 1.125], dtype=BF16), torch.ones(2)
     verdict = model_verdict(got, model, torch.tensor([1.0, 0.01]))
-    assert verdict.differing == 1
+    assert verdict.failing == 1
     assert [e.index for e in verdict.worst] == [(1,)]
 
 
 def test_rounding_one_binade_up_is_allowed_its_ulp() -> None:
     """At 1.99 ½ ULP is 2^-8, but a bound that reaches 2 allows the ½ ULP of there, 2^-7."""
     model, bound = torch.tensor([1.9931640625]), 0.0078125
-    assert model_verdict(torch.tensor([2.0078125], dtype=FP32), model, bound).differing == 1
+    assert model_verdict(torch.tensor([2.0078125], dtype=FP32), model, bound).failing == 1
     assert model_verdict(torch.tensor([2.0], dtype=BF16), model, bound).passed
     assert model_verdict(torch.tensor([2.015625], dtype=BF16), model, 0.0147).passed
 
@@ -201,7 +201,7 @@ def test_correlation_is_no_verdict(wrong: Callable[[Tensor], Tensor]) -> None:
     x = inputs.normal("compare/correlation", (4096,)) + 4.0
     verdict = model_verdict(wrong(x), x)
     assert not verdict.passed
-    assert verdict.differing > 3000
+    assert verdict.failing > 3000
     assert len(verdict.worst) == WORST
     assert not against_exact("o", wrong(x), to_bf16(x)).passed
     assert model_verdict(to_bf16(x), x).passed
@@ -213,16 +213,16 @@ def test_truncation_shows_in_the_mean_error_away_from_zero() -> None:
     cut = (x.view(torch.int32) & -65536).view(FP32).to(BF16)
     truncated, rounded = model_verdict(cut, x), model_verdict(to_bf16(x), x)
     assert rounded.passed
-    assert abs(rounded.mean_away) < 0.01
-    assert rounded.used <= 1.0
+    assert abs(rounded.mean_ulps_away_from_zero) < 0.01
+    assert rounded.max_error_over_bound <= 1.0
     assert not truncated.passed
     assert truncated.max_ulps < 1.0
-    assert truncated.mean_away == pytest.approx(-0.5, abs=0.01)
-    assert truncated.inexact > 0.99
-    assert truncated.ratio == pytest.approx(2.0, abs=0.1)
+    assert truncated.mean_ulps_away_from_zero == pytest.approx(-0.5, abs=0.01)
+    assert truncated.inexact_share > 0.99
+    assert truncated.error_over_model_error == pytest.approx(2.0, abs=0.1)
     moved = against_exact("o", cut, to_bf16(x))
     assert moved.max_ulps == 1.0
-    assert moved.differing / moved.elements == pytest.approx(0.5, abs=0.02)
+    assert moved.failing / moved.elements == pytest.approx(0.5, abs=0.02)
 
 
 CLASSES = {
@@ -241,7 +241,7 @@ CLASSES = {
 def test_no_budget_excuses_a_wrong_class(got: float, model: float, dtype: torch.dtype) -> None:
     verdict = model_verdict(torch.tensor([got, 1.0], dtype=dtype), torch.tensor([model, 1.0]), math.inf)
     assert not verdict.passed
-    assert (verdict.differing, verdict.worst_class) == (1, 1)
+    assert (verdict.failing, verdict.wrong_class) == (1, 1)
     assert verdict.worst[0].index == (0,)
 
 
@@ -249,7 +249,7 @@ def test_no_budget_excuses_a_wrong_class(got: float, model: float, dtype: torch.
 def test_the_wanted_class_passes_without_distance(value: float) -> None:
     verdict = model_verdict(torch.tensor([value, 1.0], dtype=BF16), torch.tensor([value, 1.0]))
     assert verdict.passed
-    assert (verdict.max_ulps, verdict.mean_away) == (0.0, 0.0)
+    assert (verdict.max_ulps, verdict.mean_ulps_away_from_zero) == (0.0, 0.0)
 
 
 def test_a_number_beyond_the_format_may_be_its_infinity() -> None:
@@ -265,18 +265,18 @@ def test_a_bound_that_is_nan_excuses_nothing() -> None:
 def test_zero_signs_are_equal_against_the_model() -> None:
     verdict = model_verdict(torch.tensor([-0.0, 0.0], dtype=BF16), torch.tensor([0.0, -0.0]))
     assert verdict.passed
-    assert verdict.inexact == 0.0
+    assert verdict.inexact_share == 0.0
 
 
 @pytest.mark.parametrize(("error", "ratio"), [(1, 1.0), (3, 3.0)], ids=["as-good", "three-times"])
 def test_ratio_is_the_error_over_the_models_own(error: int, ratio: float) -> None:
     oracle, step = torch.ones(8, dtype=torch.float64), 2.0**-23
     verdict = model_verdict(torch.full((8,), 1 + error * step), torch.full((8,), 1 + step), 1.0, oracle)
-    assert verdict.ratio == ratio
+    assert verdict.error_over_model_error == ratio
 
 
 def test_there_is_no_ratio_to_a_model_without_error() -> None:
-    assert model_verdict(torch.full((8,), 2.0), torch.ones(8), 1.0).ratio is None
+    assert model_verdict(torch.full((8,), 2.0), torch.ones(8), 1.0).error_over_model_error is None
 
 
 def test_worst_elements_come_first_with_index_bits_and_place(from_codes: Codes) -> None:
@@ -306,7 +306,7 @@ def test_thousands_of_failures_list_the_first_of_the_worst() -> None:
     got = want + 2.0**-23
     got[70, 7] = 2.0
     verdict = against_exact("o", got, want)
-    assert (verdict.differing, verdict.reason) == (10000, "10000 of 10000 elements differ")
+    assert (verdict.failing, verdict.reason) == (10000, "10000 of 10000 elements differ")
     assert [e.index for e in verdict.worst] == [(70, 7), *((0, i) for i in range(WORST - 1))]
     assert verdict.histogram == {"1": 9999, "inf": 1}
 
@@ -384,7 +384,7 @@ INTEGERS = {
 @pytest.mark.parametrize(("got", "want", "steps", "bits"), INTEGERS.values(), ids=INTEGERS)
 def test_integers_are_compared_as_such(got: Tensor, want: Tensor, steps: int, bits: str) -> None:
     verdict = against_exact("o", got, want)
-    assert (verdict.differing, verdict.worst_class, verdict.max_ulps) == (1, 0, steps)
+    assert (verdict.failing, verdict.wrong_class, verdict.max_ulps) == (1, 0, steps)
     assert [(e.index, e.got_bits) for e in verdict.worst] == [((1,), bits)]
     assert against_exact("o", want, want).passed
 
@@ -398,7 +398,7 @@ def test_bytes_are_judged_as_what_the_kernel_says_they_are() -> None:
         verdicts = judge(kernel, case, tensors, {"cache": typed}, "insert")
         assert [(v.against, v.passed) for v in verdicts] == [("exact", True), ("model", True)]
     exact, model = judge(kernel, case, tensors, {"cache": cache ^ 0x80}, "insert")
-    assert (exact.differing, exact.max_ulps, model.max_ulps) == (576, 2 * 0x30, 16.0)
+    assert (exact.failing, exact.max_ulps, model.max_ulps) == (576, 2 * 0x30, 16.0)
     [refused] = [v for v in judge(kernel, case, tensors, {"cache": cache.int()}, "insert") if v.against == "exact"]
     assert refused.reason == "dtype: got torch.int32, wanted torch.float8_e4m3fn"
 
