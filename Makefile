@@ -5,8 +5,9 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+REPORT := reports/tolerance
 
-.PHONY: goldens test lint clean
+.PHONY: goldens report test lint evidence clean
 
 # Torch comes first and pinned: other packages ask for a bare one, which may bring a CUDA build of gigabytes.
 $(STAMP): pyproject.toml Makefile
@@ -18,14 +19,23 @@ $(STAMP): pyproject.toml Makefile
 
 goldens: $(STAMP)
 	$(BIN)/goldens regenerate
-	$(BIN)/goldens report --markdown reports/tolerance.md --json reports/tolerance.json
-	@echo "the same report as files: reports/tolerance.md, reports/tolerance.json"
+	@$(MAKE) --no-print-directory report
 
+report: $(STAMP)
+	$(BIN)/goldens report --html $(REPORT).html --markdown $(REPORT).md --json $(REPORT).json
+	@echo "the same as files: $(REPORT).md, $(REPORT).json, and to look at:"
+	@echo "$(abspath $(REPORT).html)"
+
+# Tests that need a browser or a C++ compiler run where there is one; the last lines say what was left out.
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n auto $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+# Whether each kernel is what ran on the GPU: docs/evidence.md.
+evidence: $(STAMP)
+	$(BIN)/python -m tools.evidence --check
 
 clean:
 	rm -rf $(VENV) reports build *.egg-info

@@ -6,7 +6,7 @@ candidate for the suite. The cache is written in place. ``cute_impl.mla_query`` 
 the same device code.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import cutlass.cute as cute
@@ -138,3 +138,8 @@ def _cache_insert(
 @_cache_insert.register_fake
 def _(*_: Any) -> None:
     return None
+
+
+def variants() -> Iterator[tuple[str, Callable[[str], Any]]]:
+    """Name and compile function (of the compiler's options) of the one variant."""
+    yield "insert", compile_variant

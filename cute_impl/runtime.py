@@ -36,11 +36,17 @@ def compile_now(kernel, *arguments, options: str = ""):
 
 
 def compile_kernel(key: tuple, make: Callable, *arguments, options: str = ""):
-    """Compile ``make()`` once for each ``key``, which names every compile-time parameter."""
+    """Compile ``make()`` once for each ``key``, which names every compile-time parameter; ``options`` stand last."""
     with _lock:
         if key not in _compiled:
             _compiled[key] = compile_now(make(), *arguments, options=options)
         return _compiled[key]
+
+
+def compiled_keys() -> tuple[tuple, ...]:
+    """The keys that ``compile_kernel`` has compiled for in this process, options last."""
+    with _lock:
+        return tuple(_compiled)
 
 
 def require_names(what: str, given: Mapping, names: tuple[str, ...]) -> None:

@@ -5,7 +5,8 @@
 suite. All work in place: prefix, a row of blocks and the mailbox are overwritten.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -329,3 +330,20 @@ def _attn_res_mailbox(
 @_attn_res_mailbox.register_fake
 def _(*_: Any, **__: Any) -> None:
     return None
+
+
+def variants(calls: Iterable[tuple[Mapping[str, Any], str]] = ()) -> Iterator[tuple[str, Callable[[str], Any]]]:
+    """Name and compile function (of the compiler's options) of the variants that the suite proves.
+
+    Every nb, with and without ``final``, and what ``calls``, the parameters and schedule of each, ask for beside these.
+    """
+    configs = [
+        Config(nb, final=final, schedule=s)
+        for s in SCHEDULES
+        for nb in range(MAX_BLOCKS + 1)
+        for final in (False, True)
+    ]
+    names = ("nb", "slots", "has_delta", "write", "final", "aux")
+    configs += [Config(**{name: params[name] for name in names}, schedule=schedule) for params, schedule in calls]
+    for config in dict.fromkeys(configs):
+        yield config.name, functools.partial(compile_variant, config)

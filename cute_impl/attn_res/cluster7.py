@@ -68,6 +68,14 @@ class Config:
     schedule: str = "cluster7"
 
     @property
+    def name(self) -> str:
+        """Such as ``cluster7-nb3-slots2-replace-write1-final-aux0``."""
+        flags = "" if self.has_delta else "-replace"
+        flags += f"-write{self.write}" if self.write >= 0 else ""
+        flags += "-final" if self.final else ""
+        return f"{self.schedule}-nb{self.nb}-slots{self.slots}{flags}-aux{self.aux}"
+
+    @property
     def own_norm(self) -> bool:
         """Whether the mixture's norm is summed in an exchange of its own."""
         return self.nb > 0 and (self.final or self.schedule == "cluster7_direct")
