@@ -20,6 +20,8 @@ from goldens import store
 from reference.numerics.mufu import coefficients as mufu_coefficients
 from tools import candidates, cli, doctor
 from tools import mufu as mufu_tool
+from tools.adapters import exact as exact_adapter
+from tools.adapters import ours as our_adapter
 
 REPOSITORY = Path(__file__).parent.parent
 SMALL, ZEROS = "fmha/d64-q1-k65-normal", "fmha/d64-n64-zeros"
@@ -51,6 +53,12 @@ def damage(path: Path) -> None:
     path.write_bytes(content)
 
 
+REPORTING = (
+    *("--kernel", "--case", "--schedule", "--shard"),
+    *("--json", "--markdown", "--html", "--against"),
+)
+
+
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> str:
     """A second kernel: fmha under another name, one case of which is on demand."""
@@ -75,8 +83,12 @@ def test_every_option_is_known_here() -> None:
     assert found == {
         ("list", "--json"),
         ("list", "--kernel"),
-        *(("regenerate", option) for option in ("--check", "--kernel", "--case", "--all", "--out")),
-        *((name, o) for name in ("verify", "report") for o in ("--kernel", "--case", "--json", "--markdown")),
+        *(("regenerate", option) for option in ("--check", "--kernel", "--case", "--all", "--out", "--shard")),
+        *((name, option) for name in ("verify", "report") for option in REPORTING),
+        *(("verify", option) for option in ("--candidate", "--device", "--invariance", "--timeout")),
+        *(("export", option) for option in ("--out", "--kernel", "--case", "--all", "--force")),
+        # Tested in test_evidence.py.
+        *(("evidence", option) for option in ("--check", "--kernel", "--allow-unproven", "--jobs", "--folder")),
         ("show", "case"),
         ("diff", "first"),
         ("diff", "second"),
@@ -250,7 +262,7 @@ def test_report_writes_json_and_markdown(tmp_path: Path) -> None:
     assert set(content) == {"format", "environment", "results"}
     assert {"python", "machine", "gpu", "driver", "torch", "nvidia-cutlass-dsl"} <= set(content["environment"])
     first = content["results"][0]
-    assert set(first) == {"case", "kernel", "schedule", "candidate", "passed", "note", "verdicts"}
+    assert set(first) == {"case", "kernel", "schedule", "candidate", "passed", "note", "command", "verdicts"}
     assert (first["case"], first["schedule"], first["candidate"], first["passed"]) == (
         NORMAL,
         "k2",
@@ -272,7 +284,7 @@ def test_report_overwrites_an_old_file_whole(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text("x" * 100_000)
     assert run("report", "--case", ZEROS, "--json", path).exit_code == 0
-    assert strict_json(path)["format"] == 1
+    assert strict_json(path)["format"] == 2
 
 
 def test_report_takes_one_kernel(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +329,7 @@ def test_a_failing_report_ends_with_1_and_says_where(tmp_path: Path) -> None:
     content = strict_json(tmp_path / "r.json")["results"][0]
     assert not content["passed"]
     exact = content["verdicts"][0]
-    assert (exact["differing"], exact["worst_class"], exact["max_ulps"]) == (5, 1, 1.0)
+    assert (exact["failing"], exact["wrong_class"], exact["max_ulps"]) == (5, 1, 1.0)
     assert (exact["worst"][0]["index"], exact["worst"][0]["got"]) == ([0, 63, 0], "nan")
     assert exact["worst"][1]["where"] == {"tile": 0, "batch": 0, "warp": 0, "lane": 9, "register": 0}
     for text in (result.stdout, (tmp_path / "r.md").read_text()):
@@ -339,25 +351,113 @@ def test_verify_runs_the_kernels_or_names_what_is_missing() -> None:
 
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The exact models in the place of our kernels."""
+    """The exact models in the place of our kernels, called in this process."""
     monkeypatch.setattr(candidates, "require_hopper", lambda: torch.device("cpu"))
-    reference = goldens.KERNELS["fmha"].reference
-    monkeypatch.setattr(candidates, "ours", lambda kernel, s: lambda inputs, params: reference.exact(inputs, params, s))
+    monkeypatch.setattr(our_adapter, "make", exact_adapter.make)
+
+
+IN_PROCESS = ("--timeout", "0")
 
 
 @pytest.mark.usefixtures("pretended_gpu")
 def test_verify_judges_and_writes_its_report(tmp_path: Path) -> None:
-    files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md")
-    assert run("verify", "--kernel", "fmha", "--case", ZEROS, *files).exit_code == 0
+    files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--html", tmp_path / "r.html")
+    assert run("verify", "--kernel", "fmha", "--case", ZEROS, *IN_PROCESS, *files).exit_code == 0
     assert strict_json(tmp_path / "r.json")["results"][0]["candidate"] == "cute_impl"
     assert (tmp_path / "r.md").read_text().startswith("# Our kernels on the GPU\n")
+    assert "Our kernels on the GPU" in (tmp_path / "r.html").read_text()
 
 
 @pytest.mark.usefixtures("pretended_gpu", "faulty")
-def test_verify_fails_on_a_faulty_kernel() -> None:
-    result = run("verify", "--case", ZEROS)
+def test_verify_fails_on_a_faulty_kernel_and_says_what_repeats_it() -> None:
+    result = run("verify", "--case", ZEROS, *IN_PROCESS)
     assert result.exit_code == 1
     assert "0 of 1 runs passed" in result.stdout
+    assert f"again: goldens verify --case {ZEROS} --schedule k2\n" in result.stdout
+
+
+@pytest.mark.usefixtures("faulty")
+def test_the_command_that_repeats_a_failure_does() -> None:
+    command = f"goldens verify --case {ZEROS} --candidate exact --device cpu --schedule k2"
+    first = run(*command.split()[1:], *IN_PROCESS)
+    assert (first.exit_code, f"again: {command}\n" in first.stdout) == (1, True)
+
+
+def test_schedule_takes_the_cases_that_have_it_and_no_other(tmp_path: Path) -> None:
+    cases = ("--case", "mla_query/h1-b4-p2x3-alternate-padded", "--case", ZEROS)
+    assert run("report", *cases, "--schedule", "tiled", "--json", tmp_path / "r.json").exit_code == 0
+    results = strict_json(tmp_path / "r.json")["results"]
+    assert [(r["kernel"], r["schedule"]) for r in results] == [("mla_query", "tiled")]
+    result = run("report", "--case", ZEROS, "--schedule", "small")
+    assert (result.exit_code, "--schedule: got 'small', these cases have k2" in result.stderr) == (2, True)
+
+
+def test_shards_of_a_report_are_the_report(tmp_path: Path) -> None:
+    cases = [f"cache_insert/b1-p1x1-{name}" for name in ("unit", "ties", "scale-zero", "scale-huge", "subnormal")]
+    options = [word for case in cases for word in ("--case", case)]
+    seen = []
+    for i in (1, 2):
+        path = tmp_path / f"{i}.json"
+        assert run("report", *options, "--shard", f"{i}/2", "--json", path).exit_code == 0
+        seen += [result["case"] for result in strict_json(path)["results"]]
+    assert sorted(seen) == sorted(cases)
+    result = run("report", "--case", ZEROS, "--shard", "2/2")
+    assert (result.exit_code, "there are only 1 cases" in result.stderr) == (2, True)
+    result = run("regenerate", "--check", "--case", ZEROS, "--shard", "2/1")
+    assert (result.exit_code, "--shard: got '2/1'" in result.stderr) == (2, True)
+
+
+def test_regenerate_takes_a_shard() -> None:
+    result = run("regenerate", "--check", "--case", SMALL, "--case", ZEROS, "--shard", "2/2")
+    assert (result.exit_code, result.stdout) == (0, "1 cases made again, every byte as it was\n")
+
+
+@pytest.mark.usefixtures("pretended_gpu")
+def test_against_says_what_changed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    old = tmp_path / "old.json"
+    assert run("report", "--case", ZEROS, "--json", old).exit_code == 0
+    request.getfixturevalue("faulty")
+    result = run("report", "--case", ZEROS, "--against", old, "--markdown", tmp_path / "r.md")
+    assert result.exit_code == 1
+    assert "newly failing: fmha/d64-n64-zeros" in result.stdout
+    assert "newly failing: fmha/d64-n64-zeros" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 0, "results": []}'])
+def test_against_refuses_what_is_no_report(tmp_path: Path, content: str | None) -> None:
+    old = tmp_path / "old.json"
+    if content is not None:
+        old.write_text(content)
+    result = run("report", "--case", ZEROS, "--against", old)
+    assert (result.exit_code, "--against: " in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("command", [("list",), ("list", "--json"), ("doctor",)])
+def test_a_reader_that_goes_away_ends_nothing(command: tuple[str, ...]) -> None:
+    """As in `goldens list | head -1`."""
+    arguments = [sys.executable, "-m", "tools.cli", *command]
+    with subprocess.Popen(
+        arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(timeout=120) == 0
+
+
+def test_a_reader_that_goes_away_hides_no_failure() -> None:
+    arguments = [
+        sys.executable,
+        "-m",
+        "tools.cli",
+        "diff",
+        *(str(store.path_of(goldens.find(x))) for x in (SMALL, ZEROS)),
+    ]
+    with subprocess.Popen(arguments, cwd=REPOSITORY, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=120) == 1
 
 
 @pytest.mark.skipif(has_hopper(), reason="measuring a real unit is tests/hopper/test_numerics.py")
@@ -390,7 +490,7 @@ def test_fit_writes_what_differs_or_says_so(
 def test_a_missing_module_counts_as_missing_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "require_hopper", lambda: torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "cute_impl.fmha", None)
-    result = run("verify", "--case", ZEROS)
+    result = run("verify", "--case", ZEROS, *IN_PROCESS)
     assert result.exit_code == 3
     assert "`goldens doctor` says what to install" in result.stderr
 

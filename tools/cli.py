@@ -1,12 +1,13 @@
 """``goldens``: list, make, verify and report. Exit codes: 0 pass, 1 fail, 2 usage, 3 hardware is missing."""
 
 import json
+import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple, TextIO
 
 import torch
 import typer
@@ -18,9 +19,10 @@ from goldens import store
 from goldens.case import Case
 from goldens.compare import against_exact
 from goldens.judge import judge, select
-from goldens.regenerate import Difference, all_cases
+from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
-from tools import candidates, doctor, report
+from tools import candidates, doctor, evidence, export, report, trial
+from tools import cases as cases_of
 
 
 class Exit(IntEnum):
@@ -44,6 +46,22 @@ MarkdownFile = Annotated[
     Path | None, typer.Option("--markdown", help="Also write the report as Markdown to this file.")
 ]
 
+HtmlFile = Annotated[Path | None, typer.Option("--html", help="Also write the report as one HTML file.")]
+AgainstFile = Annotated[Path | None, typer.Option("--against", help="Also say what changed since this JSON report.")]
+ScheduleOption = Annotated[
+    str | None, typer.Option("--schedule", help="Only this schedule, and its bits are demanded.")
+]
+ShardOption = Annotated[str | None, typer.Option("--shard", help="I/N: only the I-th of N parts of the cases.")]
+
+
+class Files(NamedTuple):
+    """Where a report goes besides the terminal, and the older one that it is compared with."""
+
+    json: Path | None
+    markdown: Path | None
+    html: Path | None
+    against: Path | None
+
 
 def fail(message: str, code: Exit) -> typer.Exit:
     """Print an error and make the exception that ends the command with ``code``."""
@@ -51,18 +69,24 @@ def fail(message: str, code: Exit) -> typer.Exit:
     return typer.Exit(code)
 
 
-def choose(kernel: str | None, ids: list[str] | None, everything: bool = False) -> list[Case]:
-    """The cases a command is about; on-demand cases only by id, or with ``everything``."""
-    if kernel is not None and kernel not in goldens.KERNELS:
-        raise fail(f"--kernel: got {kernel!r}, allowed are {', '.join(goldens.KERNELS)}", Exit.USAGE)
+def choose(
+    kernel: str | None,
+    ids: list[str] | None,
+    everything: bool = False,
+    shard: str | None = None,
+    schedule: str | None = None,
+) -> list[Case]:
+    """``cases.choose``; wrong usage ends the command."""
     try:
-        cases = [goldens.find(case_id) for case_id in ids] if ids else all_cases()
-    except ValueError as error:
+        return cases_of.choose(kernel, ids, everything, shard, schedule)
+    except cases_of.UsageError as error:
         raise fail(f"--{error}", Exit.USAGE) from None
-    cases = [case for case in cases if kernel in (None, case.kernel)]
-    if not cases:
-        raise fail(f"--case: none of {', '.join(ids or [])} is a case of kernel {kernel}", Exit.USAGE)
-    return [case for case in cases if case.committed or ids or everything]
+
+
+def end_on_signals() -> None:
+    """Let the signals that end a run end it as an interruption does, so that nothing is left behind."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 def each(cases: list[Case], label: str, work: Callable[[Callable[[Case], None]], None]) -> None:
@@ -104,12 +128,12 @@ def regenerate(
     case: CaseOption = None,
     everything: Annotated[bool, typer.Option("--all", help="The on-demand cases too.")] = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Compare with and write to this folder.")] = None,
+    shard: ShardOption = None,
 ) -> None:
     """Make goldens again and say what differs from those that are here."""
-    cases = choose(kernel, case, everything)
+    cases = choose(kernel, case, everything, shard)
     differences: list[Difference] = []
-    for number in (signal.SIGTERM, signal.SIGHUP):  # end as an interruption does, so that nothing is left behind
-        signal.signal(number, signal.default_int_handler)
+    end_on_signals()
     try:
         each(cases, "goldens", lambda done: differences.extend(make(cases, check=check, root=folder, progress=done)))
     except store.GoldenError as error:
@@ -130,10 +154,8 @@ def regenerate(
             out.print("a golden that changes needs its reason in CHANGELOG.md")
 
 
-def run_cases(
-    cases: list[Case], candidate_of: Callable[[Case, str], tuple[str, candidates.Candidate]]
-) -> list[report.Result]:
-    """Judge a candidate on every schedule of every case."""
+def judge_exact(cases: list[Case], only: str | None) -> list[report.Result]:
+    """Judge the exact models, on every schedule of every case or on one."""
     results = []
 
     def work(done: Callable[[Case], None]) -> None:
@@ -141,36 +163,77 @@ def run_cases(
         for case in cases:
             kernel = goldens.KERNELS[case.kernel]
             golden = store.obtain(kernel, case, manifest)
-            for schedule in case.schedules:
-                name, candidate = candidate_of(case, schedule)
-                inputs = {n: x.clone() for n, x in select(golden, "in/").items()}
-                verdicts = judge(kernel, case, golden, candidate(inputs, case.params), schedule)
-                results.append(report.Result(case, schedule, name, tuple(verdicts), case.exact_only or ""))
+            for schedule in (s for s in case.schedules if only in (None, s)):
+                inputs = {name: x.clone() for name, x in select(golden, "in/").items()}
+                verdicts = judge(kernel, case, golden, kernel.reference.exact(inputs, case.params, schedule), schedule)
+                results.append(
+                    report.Result(case, schedule, report.EXACT_MODEL, tuple(verdicts), case.exact_only or "")
+                )
             done(case)
 
     try:
         each(cases, "judging", work)
     except store.GoldenError as error:
         raise fail(str(error), Exit.FAIL) from None
-    except candidates.HardwareMissing as error:
-        raise fail(str(error), Exit.HARDWARE) from None
     return results
 
 
-def publish(results: list[report.Result], title: str, json_file: Path | None, markdown: Path | None) -> None:
+def put_on_trial(tried: trial.Trial, cases: list[Case], invariant: bool) -> list[trial.Run | trial.NotSupported]:
+    """What a candidate did on every case."""
+    found: list[trial.Run | trial.NotSupported] = []
+
+    def work(done: Callable[[Case], None]) -> None:
+        manifest = store.read_manifest()
+        for case in cases:
+            found.extend(trial.run(tried, case, manifest, invariant))
+            done(case)
+
+    with tried:
+        each(cases, "trying" if invariant else "judging", work)
+    return found
+
+
+def read_report(path: Path) -> object:
+    """An older JSON report."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise fail(f"--against: {path} cannot be read as JSON ({error})", Exit.USAGE) from None
+
+
+def publish(
+    results: Sequence[report.Result],
+    title: str,
+    files: Files,
+    refused: Sequence[trial.NotSupported] = (),
+) -> None:
     """Print the report, write its files, end with exit code 1 if anything failed, 2 if nothing was judged."""
+    changes = None
+    if files.against and results:
+        try:
+            changes = report.against(results, read_report(files.against))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise fail(f"--against: {error}", Exit.USAGE) from None
+    if results:
+        out.print(report.to_table(results, title))
+    lines = [line for result in results for line in report.details(result)]
+    for line in [*lines, *map(str, refused), *map(str, changes or [])]:
+        out.print(line, markup=False, soft_wrap=True)
     if not results:
         raise fail("nothing was judged: no schedule has an exact model for these cases", Exit.USAGE)
-    out.print(report.to_table(results, title))
-    for result in results:
-        for line in report.details(result):
-            out.print(line, markup=False, soft_wrap=True)
-    out.print(report.summary(results))
+    out.print(report.summary(results) + (f"; {len(refused)} not supported or not judged" if refused else ""))
+    not_supported = [{"case": r.case.id, "schedule": r.schedule, "reason": f"{r.word}: {r.reason}"} for r in refused]
     try:
-        if json_file:
-            store.write_text(json_file, json.dumps(report.to_json(results), indent=1, allow_nan=False) + "\n")
-        if markdown:
-            store.write_text(markdown, report.to_markdown(results, title))
+        if files.json:
+            content = report.to_json(results) | ({"not_supported": not_supported} if refused else {})
+            store.write_text(files.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        if files.markdown:
+            section = (
+                "\n".join(["\n## Not supported or not judged\n", *(f"- {r}" for r in refused), ""]) if refused else ""
+            )
+            store.write_text(files.markdown, report.to_markdown(results, title, changes) + section)
+        if files.html:
+            store.write_text(files.html, report.to_html(results, title, changes))
     except store.GoldenError as error:
         raise fail(str(error), Exit.USAGE) from None
     if not all(result.passed for result in results):
@@ -179,29 +242,101 @@ def publish(results: list[report.Result], title: str, json_file: Path | None, ma
 
 @app.command()
 def verify(
-    kernel: KernelOption = None, case: CaseOption = None, json_file: JsonFile = None, markdown: MarkdownFile = None
+    kernel: KernelOption = None,
+    case: CaseOption = None,
+    candidate: Annotated[
+        str, typer.Option("--candidate", help="package.module:function, FILE.py:function, or a name of `candidates`.")
+    ] = candidates.OURS,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda or cuda:N; by default the sm_90 GPU, and nothing else.")
+    ] = None,
+    schedule: ScheduleOption = None,
+    invariance: Annotated[
+        bool,
+        typer.Option("--invariance", help="Try what must hold bit for bit whatever the schedule, not the goldens."),
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", min=0, help="Seconds that a call may take; 0: no limit, in this process.")
+    ] = trial.SECONDS,
+    shard: ShardOption = None,
+    json_file: JsonFile = None,
+    markdown: MarkdownFile = None,
+    html: HtmlFile = None,
+    against: AgainstFile = None,
 ) -> None:
-    """Run our kernels on the GPU and judge them by the goldens."""
-    cases = choose(kernel, case)
+    """Judge our kernels, or any candidate, by the goldens."""
     try:
-        candidates.require_hopper()
-    except candidates.HardwareMissing as error:
-        raise fail(f"{error}. `goldens report` judges the exact models without a GPU.", Exit.HARDWARE) from None
-    results = run_cases(cases, lambda c, schedule: ("cute_impl", candidates.ours(c.kernel, schedule)))
-    publish(results, "Our kernels on the GPU", json_file, markdown)
+        kernel = cases_of.kernel_of(candidate, kernel, case)
+    except cases_of.UsageError as error:
+        raise fail(f"--{error}", Exit.USAGE) from None
+    cases = choose(kernel, case, shard=shard, schedule=schedule)
+    try:
+        found = put_on_trial(trial.Trial(candidate, device, timeout, schedule), cases, invariance)
+    except (candidates.HardwareMissing, candidates.Missing) as error:
+        hint = "`goldens report` judges the exact models without a GPU, `--device cpu` a candidate that can run there"
+        raise fail(f"{error}. {hint}.", Exit.HARDWARE) from None
+    except candidates.CandidateError as error:
+        raise fail(f"--candidate: {error}", Exit.USAGE) from None
+    except ValueError as error:
+        raise fail(f"--{error}", Exit.USAGE) from None
+    except store.GoldenError as error:
+        raise fail(str(error), Exit.FAIL) from None
+    title = "Our kernels" if candidate == candidates.OURS else candidate
+    title = f"{title} on the {'CPU' if device == 'cpu' else 'GPU'}"
+    publish(
+        [run for run in found if isinstance(run, trial.Run)],
+        f"Invariance: {title}" if invariance else title,
+        Files(json_file, markdown, html, against),
+        [run for run in found if isinstance(run, trial.NotSupported)],
+    )
+
+
+@app.command("candidates")
+def list_candidates() -> None:
+    """The candidates that have a name: public kernels, ours, the exact models; whether each can be imported here."""
+    for name, kernels, what, state in candidates.available():
+        out.print(f"{name:<16} {kernels:<12} {what}; {state}", markup=False, soft_wrap=True)
 
 
 @app.command("report")
 def make_report(
-    kernel: KernelOption = None, case: CaseOption = None, json_file: JsonFile = None, markdown: MarkdownFile = None
+    kernel: KernelOption = None,
+    case: CaseOption = None,
+    schedule: ScheduleOption = None,
+    shard: ShardOption = None,
+    json_file: JsonFile = None,
+    markdown: MarkdownFile = None,
+    html: HtmlFile = None,
+    against: AgainstFile = None,
 ) -> None:
     """Judge the exact models as they stand by the goldens, the model and the oracle; needs no GPU."""
+    results = judge_exact(choose(kernel, case, shard=shard, schedule=schedule), schedule)
+    publish(results, "Exact models against model and oracle", Files(json_file, markdown, html, against))
 
-    def exact(case: Case, schedule: str) -> tuple[str, candidates.Candidate]:
-        reference = goldens.KERNELS[case.kernel].reference
-        return report.EXACT_MODEL, lambda inputs, params: reference.exact(inputs, params, schedule)
 
-    publish(run_cases(choose(kernel, case), exact), "Exact models against model and oracle", json_file, markdown)
+app.command("evidence")(evidence.command)
+
+
+@app.command("export")
+def export_goldens(
+    folder: Annotated[Path, typer.Option("--out", help="Where the files go; a new folder, or an empty one.")],
+    kernel: KernelOption = None,
+    case: CaseOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="The on-demand cases too.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
+) -> None:
+    """Write inputs and expected outputs as plain files, for users of other languages; their README comes with them."""
+    cases = choose(kernel, case, everything)
+    end_on_signals()
+    try:
+        each(cases, "exporting", lambda done: export.write(cases, folder, force=force, progress=done))
+    except export.ExportError as error:
+        raise fail(f"--out: {error}", Exit.USAGE) from None
+    except store.GoldenError as error:
+        raise fail(str(error), Exit.FAIL) from None
+    except KeyboardInterrupt:
+        raise fail("interrupted; nothing was written", Exit.FAIL) from None
+    out.print(f"{len(cases)} cases in {folder}; {folder / 'README.md'} says how to read them", markup=False)
 
 
 @app.command("doctor")
@@ -289,8 +424,36 @@ def fit(
         raise typer.Exit(Exit.FAIL)
 
 
+class Pipe:
+    """Standard output whose reader may go: what is written then is dropped, and the command goes on to its end."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As the stream's; the number of characters."""
+        return self._unless_broken(lambda: self._stream.write(text), len(text))
+
+    def flush(self) -> None:
+        """As the stream's."""
+        self._unless_broken(self._stream.flush, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _unless_broken(self, work: Callable[[], Any], otherwise: Any) -> Any:
+        try:
+            return work()
+        except BrokenPipeError:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._stream.fileno())
+            os.close(nothing)
+            return otherwise
+
+
 def main() -> None:
     """The console script."""
+    sys.stdout = Pipe(sys.stdout)
     app()
 
 

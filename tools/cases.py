@@ -1,0 +1,56 @@
+"""Which cases a command is about, from what its user asks for."""
+
+import goldens
+from goldens.case import Case
+from goldens.regenerate import all_cases
+from tools import candidates, shard
+
+
+class UsageError(Exception):
+    """What was asked for does not exist; the words begin with the option's name."""
+
+
+def kernel_of(candidate: str, kernel: str | None, ids: list[str] | None) -> str | None:
+    """The kernel whose cases a candidate is judged by, None for all."""
+    adapter = candidates.ADAPTERS.get(candidate)
+    if adapter is None and kernel is None and not ids:
+        raise UsageError("kernel: missing; it says which kernel's interface the candidate has")
+    if adapter is not None and len(adapter.kernels) == 1 and kernel is None and not ids:
+        kernel = adapter.kernels[0]
+    try:
+        candidates.check(candidate, {kernel} if kernel else {case_id.partition("/")[0] for case_id in ids or []})
+    except candidates.CandidateError as error:
+        raise UsageError(f"candidate: {error}") from None
+    return kernel
+
+
+def choose(
+    kernel: str | None,
+    ids: list[str] | None,
+    everything: bool = False,
+    part: str | None = None,
+    schedule: str | None = None,
+) -> list[Case]:
+    """The cases; on-demand ones only by id, or with ``everything``. ``part``: I/N. UsageError if there are none."""
+    if kernel is not None and kernel not in goldens.KERNELS:
+        raise UsageError(f"kernel: got {kernel!r}, allowed are {', '.join(goldens.KERNELS)}")
+    try:
+        cases = [goldens.find(case_id) for case_id in ids] if ids else all_cases()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    cases = [case for case in cases if kernel in (None, case.kernel)]
+    if not cases:
+        raise UsageError(f"case: none of {', '.join(ids or [])} is a case of kernel {kernel}")
+    cases = [case for case in cases if case.committed or ids or everything]
+    if schedule is not None:
+        known = sorted({name for case in cases for name in case.schedules})
+        cases = [case for case in cases if schedule in case.schedules]
+        if not cases:
+            raise UsageError(f"schedule: got {schedule!r}, these cases have {', '.join(known) or 'none'}")
+    try:
+        chosen = shard.part(cases, part)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not chosen:
+        raise UsageError(f"shard: got {part}, there are only {len(cases)} cases: at most {len(cases)} parts")
+    return chosen
