@@ -89,6 +89,8 @@ def test_every_option_is_known_here() -> None:
         *(("export", option) for option in ("--out", "--kernel", "--case", "--all", "--force")),
         # Tested in test_evidence.py.
         *(("evidence", option) for option in ("--check", "--kernel", "--allow-unproven", "--jobs", "--folder")),
+        # Tested in test_faults.py.
+        *(("faults", o) for o in ("--kernels", "--compile", "--fault", "--jobs", "--json", "--markdown", "--html")),
         ("show", "case"),
         ("diff", "first"),
         ("diff", "second"),

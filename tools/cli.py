@@ -21,7 +21,7 @@ from goldens.compare import against_exact
 from goldens.judge import judge, select
 from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
-from tools import candidates, doctor, evidence, export, report, trial
+from tools import candidates, doctor, evidence, export, faults, report, trial
 from tools import cases as cases_of
 
 
@@ -315,6 +315,7 @@ def make_report(
 
 
 app.command("evidence")(evidence.command)
+app.command("faults")(faults.command)
 
 
 @app.command("export")

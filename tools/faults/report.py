@@ -1,0 +1,112 @@
+"""The tables of planted faults as Markdown and JSON, and where they stand in a document."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from goldens import store
+from tools.environment import environment
+from tools.faults.gpu import KernelOutcome
+from tools.faults.trial import CHECKS, TOLERANCE, Outcome
+
+FORMAT = 1
+HEADS = {"bits": "equal bits", "bound": "ULP bound", "tolerance": f"rtol = atol = {TOLERANCE:g}"}
+END = "<!-- end -->"
+
+
+def shares(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    """How many of the faults each check noticed."""
+    return {check: sum(check in x.noticed_on for x in outcomes) for check in CHECKS}
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """One line: the shares."""
+    count = len(outcomes)
+    parts = [f"{HEADS[check]} {n} ({n / max(1, count):.0%})" for check, n in shares(outcomes).items()]
+    alone = sum(set(x.noticed_on) == {"bits"} for x in outcomes)
+    return f"{count} faults; noticed by {', by '.join(parts)}; {alone} by equal bits alone"
+
+
+def models_table(outcomes: Sequence[Outcome]) -> str:
+    """A section with the shares, the table and what no committed golden notices."""
+    rows = [
+        [x.fault.id, x.fault.schedule, x.fault.what, *("yes" if c in x.noticed_on else "no" for c in CHECKS), _case(x)]
+        for x in outcomes
+    ]
+    heads = ["fault", "schedule", "what is wrong", *HEADS.values(), "golden"]
+    lines = [f"{summary(outcomes)}.", "", *_rows(heads, rows)]
+    gaps = [x.fault for x in outcomes if x.fault.gap]
+    if gaps:
+        lines += ["", "No committed golden notices:", ""]
+        lines += [f"- {fault.id}: {fault.what}. What would: {fault.gap}." for fault in gaps]
+    return "\n".join(lines)
+
+
+def kernels_table(outcomes: Sequence[KernelOutcome], compiled: dict[str, str]) -> str:
+    """A section of kernel faults. compiled: by fault's id; empty if that was not tried."""
+    rows = [
+        [
+            x.fault.id,
+            x.fault.schedule,
+            x.fault.what,
+            compiled.get(x.fault.id, ""),
+            x.state + (f", {x.failing} elements" if x.failing else "") + (f", all of {x.place}" if x.place else ""),
+            x.fault.case_id,
+        ]
+        for x in outcomes
+    ]
+    return "\n".join(_rows(["fault", "schedule", "what is wrong", "compiles", "on the GPU", "golden"], rows))
+
+
+def _case(x: Outcome) -> str:
+    return x.noticed_on.get("bits", "none")
+
+
+def _rows(heads: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]
+
+
+def models_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Shares and, for each fault, by which check on which golden it was noticed first."""
+    faults = [
+        {
+            "id": x.fault.id,
+            "kernel": x.fault.kernel,
+            "schedule": x.fault.schedule,
+            "what": x.fault.what,
+            "edits": [{"file": e.file, "old": e.old, "new": e.new} for e in x.fault.edits],
+            "noticed_on": x.noticed_on,
+            **({"gap": x.fault.gap} if x.fault.gap else {}),
+        }
+        for x in outcomes
+    ]
+    return {"format": FORMAT, "environment": environment(), "shares": shares(outcomes), "faults": faults}
+
+
+def kernels_json(outcomes: Sequence[KernelOutcome], compiled: dict[str, str]) -> dict[str, Any]:
+    """What became of each kernel's fault."""
+    faults = [
+        {
+            "id": x.fault.id,
+            "kernel": x.fault.kernel,
+            "schedule": x.fault.schedule,
+            "what": x.fault.what,
+            "case": x.fault.case_id,
+            "compiles": compiled.get(x.fault.id),
+            "state": x.state,
+            "failing": x.failing,
+            "place": x.place,
+        }
+        for x in outcomes
+    ]
+    return {"format": FORMAT, "environment": environment(), "faults": faults}
+
+
+def put(path: Path, section: str, text: str) -> None:
+    """Write ``text`` as a section of a Markdown file: in place of what stood there, or at its end."""
+    start = f"<!-- {section}: made by python -m tools.faults -->"
+    block = f"{start}\n{text}\n{END}\n"
+    content = path.read_text() if path.exists() else "# Planted faults\n"
+    before, found, rest = content.partition(start)
+    after = rest.partition(f"{END}\n")[2]
+    store.write_text(path, before + block + after if found else f"{content.rstrip()}\n\n{block}")
