@@ -139,6 +139,7 @@ class Mailbox:
 
     buffers: a uint8 tensor [2, capacity, ranks · heads, 576] a rank, in order of rank, each on the GPU that calls or
     mapped there from a peer; its own from ``empty``, full of 0xff. polls and status: see ``dcp``.
+    Buffers of torch's symmetric memory own nothing: the caller keeps its tensor and its handle for as long.
     ValueError names what does not fit.
     """
 
