@@ -151,12 +151,17 @@ def halfway(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return to_bf16((chosen + 128).to(torch.float32) * 2.0**-7), best >> 7, middle[chosen, column] * power
 
 
-def _halfway(label: str, rows: int) -> Tensors:
+def _halfway(latent: float = 1.0) -> Values:
     """The closest element's middle, scaled, is 17, the middle of two e4m3: an ULP of its row's norm decides a byte."""
-    x = _normal(label, rows)
-    w, off, middle = halfway(x["kv"], EPS)
-    closest = (off * LATENT + torch.arange(LATENT)).amin() % LATENT
-    return x | {"w_kva": w, "k_scale_inv": (torch.full_like(middle, 17.0) / middle)[closest].to(torch.float32).view(1)}
+
+    def make(label: str, rows: int) -> Tensors:
+        x = _scaled(latent)(label, rows)
+        w, off, middle = halfway(x["kv"], EPS)
+        closest = (off * LATENT + torch.arange(LATENT)).amin() % LATENT
+        scale = (torch.full_like(middle, 17.0) / middle)[closest].to(torch.float32).view(1)
+        return x | {"w_kva": w, "k_scale_inv": scale}
+
+    return make
 
 
 RECIPES: dict[str, Recipe] = {
@@ -175,7 +180,8 @@ RECIPES: dict[str, Recipe] = {
         _scaled(latent=2.0**-72), 40.0, eps=0.0, exact_only="squares below the normal range lose their bits"
     ),
     "bits": Recipe(_bits, 1.1, exact_only="squares overflow in fp32"),
-    "halfway": Recipe(_halfway, 1.0),
+    "halfway": Recipe(_halfway(), 1.0),
+    "faint-halfway": Recipe(_halfway(2.0**-10), 1.0),  # mean squares of about eps
 }
 
 
@@ -262,6 +268,7 @@ _CASES = (
     make_case(3, "bits", pages=1, page_size=3),
     # Two seeds that between them notice each wrong order, rounding or root of the norm that is tried.
     *(make_case(1, "halfway", pages=1, page_size=1, seed=seed) for seed in (60, 447)),
+    make_case(1, "faint-halfway", pages=1, page_size=1, seed=109),  # tells eps from the fp32 number above it
     # What the slots may be.
     make_case(3, "normal", "page", pages=2, page_size=3),
     make_case(8, "normal", "beyond", pages=1, page_size=2),

@@ -264,6 +264,8 @@ _CASES = (
     make_case(64, False, (4, 144), "dominant", schedules=WGMMA[:1]),
     make_case(64, True, (6, 33), "normal", heads=(4, 2), scale=0.3, schedules=WGMMA[:1]),
     make_case(64, False, (33, 40), "nan", schedules=WGMMA[:1]),
+    # Weights' sums near 1 and lse below it, where lg2 is cut; a scale that times fp32(log2 e) is not c.
+    make_case(64, False, (2, 3), "normal", scale=0.9, seed=7, schedules=WGMMA[:1]),
     # A neighbour full of NaN, a sequence without keys, one without queries, one of a single row.
     make_case(64, True, (26, 60), "normal", heads=(2, 1), packed=_PACKED, schedules=WGMMA[:1]),
     # On demand.

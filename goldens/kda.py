@@ -130,6 +130,12 @@ def _reading(label: str, tokens: Tokens) -> Tensors:
     return x | {"q": to_bf16(q), "g": _constant(x["g"], -torch.inf), "beta": _constant(x["beta"], -200.0)}
 
 
+def _whispering(label: str, tokens: Tokens) -> Tensors:
+    """``reading``, and updates of about an ULP of what is read: with scale 1.5 half of out are ties but for these."""
+    x = _reading(label, tokens)
+    return x | {"beta": _constant(x["beta"], -16.5)}
+
+
 def _cancel(label: str, tokens: Tokens) -> Tensors:
     """Keys and queries whose channels come in pairs of opposite sign, where gates and (``_paired_state``) states are
     alike; v is 0. So out is what the roundings of S · k̂ and S · q̂ leave."""
@@ -195,6 +201,7 @@ RECIPES: dict[str, Recipe] = {
     "subnormal": Recipe(_subnormal, _subnormal_state),
     "wide": Recipe(_wide),
     "reading": Recipe(_reading),
+    "whispering": Recipe(_whispering),
     "cancel": Recipe(_cancel, _paired_state),
     "still": Recipe(_still),
     "nan": Recipe(_nan, exact_only="a chunk's tokens share its NaN, those before it too"),
@@ -318,6 +325,12 @@ _CASES = (
     make_case(18, 1, "saturated", regenerated=_ROWS),
     make_case(9, 1, "inf-gates", regenerated=_ROWS),
     make_case(6, 1, "faint", regenerated=_ROWS),
+    # Seeds that tell eps from the fp32 number above it; scale times the root of the norm from scale times the normed;
+    # substitution in fp32 from one in fp64.
+    *(make_case(4, 1, "faint", seed=seed, regenerated=_ROWS) for seed in (1021, 1194)),
+    make_case(12, 1, "collinear", seed=116, regenerated=_ROWS),
+    make_case(1, 1, "whispering", state="bf16", scale=1.5, regenerated=_BOTH),
+    make_case(1, 1, "subnormal", scale=2.0**-20, regenerated=_ROWS),  # sums below the least fp32
     make_case(7, 1, "zeros", regenerated=_ROWS),
     make_case(9, 1, "sizes", regenerated=_ROWS),
     make_case(5, 1, "subnormal", state="fp32", regenerated=_BOTH),

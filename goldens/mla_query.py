@@ -232,8 +232,8 @@ _CASES = (
     make_case(1, 1, "ties", page_size=1),
     make_case(1, 2, "cancel", "beyond", page_size=1),
     make_case(1, 1, "cancel-latent", "none", page_size=1),
-    # Two seeds that between them notice, in both schedules, each wrong order, division and root of the norm tried.
-    *(make_case(1, 1, "halfway", page_size=1, seed=seed) for seed in (990, 3546)),
+    # Seeds that between them notice, in both schedules, each wrong order, division and root of the norm tried.
+    *(make_case(1, 1, "halfway", page_size=1, seed=seed) for seed in (10, 990, 3546)),
     make_case(1, 1, "underflow", page_size=1),
     make_case(1, 1, "scale-huge", page_size=1),
     # On demand: every recipe with one head, every B of small, a row pitch.

@@ -22,7 +22,7 @@ def page():
         planted.run("fmha/d64-causal-n64-normal", planted.special, candidate=name),
         planted.run("fmha/d64-n64-zeros", planted.missing, candidate=HOSTILE),
         planted.run("attn_res/nb1-t2-half-nan"),
-        planted.run("attn_res/nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12"),
+        planted.run("attn_res/nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634"),
     ]
     return to_html(results, "Planted faults", report.against(results, report.to_json(results[:2])))
 

@@ -42,8 +42,7 @@ class Fault:
     """Something wrong on purpose.
 
     kernel, schedule: whose goldens must notice; "model" is the mathematics without a schedule. about: the room that
-    the fault is in, where that is another: "numerics". case: the golden that is to catch it; empty if none of the
-    committed ones does, then ``gap`` says what would.
+    the fault is in, where that is another: "numerics". case: the committed golden that is to catch it.
     """
 
     name: str
@@ -53,7 +52,6 @@ class Fault:
     case: str
     edits: tuple[Edit, ...]
     about: str = ""
-    gap: str = ""
 
     @property
     def id(self) -> str:

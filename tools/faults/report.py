@@ -28,18 +28,13 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def models_table(outcomes: Sequence[Outcome]) -> str:
-    """A section with the shares, the table and what no committed golden notices."""
+    """A section with the shares and the table."""
     rows = [
         [x.fault.id, x.fault.schedule, x.fault.what, *("yes" if c in x.noticed_on else "no" for c in CHECKS), _case(x)]
         for x in outcomes
     ]
     heads = ["fault", "schedule", "what is wrong", *HEADS.values(), "golden"]
-    lines = [f"{summary(outcomes)}.", "", *_rows(heads, rows)]
-    gaps = [x.fault for x in outcomes if x.fault.gap]
-    if gaps:
-        lines += ["", "No committed golden notices:", ""]
-        lines += [f"- {fault.id}: {fault.what}. What would: {fault.gap}." for fault in gaps]
-    return "\n".join(lines)
+    return "\n".join([f"{summary(outcomes)}.", "", *_rows(heads, rows)])
 
 
 def kernels_table(outcomes: Sequence[KernelOutcome], compiled: dict[str, str]) -> str:
@@ -76,7 +71,6 @@ def models_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             "what": x.fault.what,
             "edits": [{"file": e.file, "old": e.old, "new": e.new} for e in x.fault.edits],
             "noticed_on": x.noticed_on,
-            **({"gap": x.fault.gap} if x.fault.gap else {}),
         }
         for x in outcomes
     ]

@@ -5,10 +5,8 @@ from tools.faults.patch import Edit, Fault
 FILE = "reference/attn_res.py"
 
 
-def _fault(
-    name: str, what: str, case: str, *edits: tuple[str, str], schedule: str = "cluster7", gap: str = ""
-) -> Fault:
-    return Fault(name, "attn_res", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits), gap=gap)
+def _fault(name: str, what: str, case: str, *edits: tuple[str, str], schedule: str = "cluster7") -> Fault:
+    return Fault(name, "attn_res", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits))
 
 
 _RSTD = "rsqrt_approx_ftz(fma_rn(total, _fp32(1.0 / D, total.device), eps))"
@@ -50,24 +48,22 @@ FAULTS = (
     _fault(
         "mean-in-two-roundings",
         "mean square and eps rounded apart",
-        "",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         (_RSTD, f"rsqrt_approx_ftz(add_rn({_MEAN}, eps))"),
-        gap="a recipe as `halfway` whose mean square is not next to 2^-16, where both ways round alike",
     ),
     _fault(
         "rsqrt-to-nearest",
         "reciprocal root correctly rounded",
-        "",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         (
             _RSTD,
             _RSTD.replace("rsqrt_approx_ftz(", "(1.0 / portable.sqrt(").replace("eps))", "eps).double())).float()"),
         ),
-        gap="a recipe as `halfway` about another root than 2^8, where the unit is exact",
     ),
     _fault(
         "normalised-in-bf16",
         "source normalised and rounded to bf16 before its score",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         (
             "logit = mul_rn(_sum_of_products(p, w), _rstd(ss, eps))",
             "logit = _sum_of_products(to_bf16(mul_rn(p, _rstd(ss, eps)[:, None])).float(), w)",
@@ -94,7 +90,7 @@ FAULTS = (
     _fault(
         "columns-descending",
         "a thread's chain over descending columns",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         ("_exchange(chain_fma(a, b))", "_exchange(chain_fma(a.flip(0), b.flip(0)))"),
     ),
     _fault(
@@ -106,7 +102,7 @@ FAULTS = (
     _fault(
         "source-left-out",
         "last saved row left out of the mixture",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         (
             "mix = chain_fma(e_blocks.t()[:, None, :, None], x.movedim(2, 0))",
             "mix = chain_fma(e_blocks.t()[:-1, None, :, None], x.movedim(2, 0)[:-1])\n"
@@ -116,7 +112,7 @@ FAULTS = (
     _fault(
         "mixture-unrounded",
         "final mixture not rounded to bf16",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         ("r = to_bf16(r).to(torch.float32) if final else r", "r = r * 1.0"),
     ),
     _fault(
@@ -141,9 +137,8 @@ FAULTS = (
     _fault(
         "mailbox-minus-zero",
         "one slot's −0 kept: its row copied, not added to 0",
-        "",
+        "nb1-t1-slots1-w0-aux1-zeros",
         (_SLOTS, f"{_SLOTS}\n        d = {_FIRST_SLOT} if params['slots'] == 1 else d"),
-        gap="a mailbox of one slot with a −0 beside another value, and the old prefix replaced or −0 there",
     ),
     _fault(
         "mailbox-zeroed",
@@ -160,7 +155,7 @@ FAULTS = (
     _fault(
         "written-row-read",
         "new prefix written before the saved rows are read",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         ("SCHEDULES[schedule](inputs, params, p)", 'SCHEDULES[schedule]({**inputs, "blocks": blocks}, params, p)'),
     ),
     _fault(
@@ -172,7 +167,7 @@ FAULTS = (
     _fault(
         "prefix-always-added",
         "old prefix added where it is to be replaced",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         ('if params["has_delta"] else d)', "if True else d)"),
     ),
 )

@@ -5,8 +5,8 @@ from tools.faults.patch import Edit, Fault
 FILE = "reference/cache_insert.py"
 
 
-def _fault(name: str, what: str, case: str, *edits: tuple[str, str], gap: str = "") -> Fault:
-    return Fault(name, "cache_insert", "insert", what, case, tuple(Edit(FILE, *edit) for edit in edits), gap=gap)
+def _fault(name: str, what: str, case: str, *edits: tuple[str, str]) -> Fault:
+    return Fault(name, "cache_insert", "insert", what, case, tuple(Edit(FILE, *edit) for edit in edits))
 
 
 _INSIDE = "((slots >= 0) & (slots < flat.shape[0]))"
@@ -62,9 +62,8 @@ FAULTS = (
     _fault(
         "eps-one-ulp",
         "eps one ULP too large",
-        "",
+        "b1-p1x1-faint-halfway-s109",
         (_RR, _RR.replace("offset", "torch.nextafter(offset, offset + 1)")),
-        gap="a recipe as `halfway` for rows whose mean square is as small as eps",
     ),
     _fault(
         "eps-outside-the-mean",

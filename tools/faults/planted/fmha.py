@@ -5,8 +5,8 @@ from tools.faults.patch import Edit, Fault
 FILE = "reference/fmha.py"
 
 
-def _fault(schedule: str, name: str, what: str, case: str, *edits: tuple[str, str], gap: str = "") -> Fault:
-    return Fault(name, "fmha", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits), gap=gap)
+def _fault(schedule: str, name: str, what: str, case: str, *edits: tuple[str, str]) -> Fault:
+    return Fault(name, "fmha", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits))
 
 
 _SEES = "torch.arange(n_k, device=device) <= query + (n_k - n_q)"
@@ -341,9 +341,8 @@ _WGMMA = (
         "wgmma128",
         "wgmma-scale-rounded-twice",
         "c as the product of the scale and fp32(log2 e)",
-        "",
+        "d64-q2-k3-scale0.9-normal-s7",
         ("(number, number * LOG2_E, LN_2)", "(number, float(torch.tensor(number) * torch.tensor(LOG2_E)), LN_2)"),
-        gap="a case with scale 0.9: at 1/8, fp32(1/√128) and 0.3 both ways round alike",
     ),
     _fault(
         "wgmma128",

@@ -5,8 +5,8 @@ from tools.faults.patch import Edit, Fault
 FILE = "reference/kda.py"
 
 
-def _fault(name: str, what: str, case: str, *edits: tuple[str, str], schedule: str = "chunk16", gap: str = "") -> Fault:
-    return Fault(name, "kda", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits), gap=gap)
+def _fault(name: str, what: str, case: str, *edits: tuple[str, str], schedule: str = "chunk16") -> Fault:
+    return Fault(name, "kda", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits))
 
 
 _ROOTS = "(rsqrt_approx_ftz(add_rn(_squares(x), eps))[..., None] for x in (q, k))  # 1, 2"
@@ -24,9 +24,8 @@ FAULTS = (
     _fault(
         "eps-one-ulp",
         "eps one ULP too large",
-        "",
+        "t4-faint-s1021",
         (_ROOTS, _ROOTS.replace(", eps)", ", torch.nextafter(eps, eps + 1))")),
-        gap="the case t77-h2-b2-from-bf16-to-bf16-lb-1-faint, made on demand",
     ),
     _fault(
         "eps-outside-the-root",
@@ -43,18 +42,10 @@ FAULTS = (
     _fault(
         "scale-after-the-norm",
         "q normalised, then scaled: two roundings",
-        "",
+        "t4-faint-s1194",
         (_SCALED, "mul_rn(mul_rn(q, r_q), scale)"),
-        gap="the case t77-h2-b2-from-bf16-to-bf16-lb-1-faint, made on demand",
     ),
     _fault("scale-missing", "q not scaled", "t4-still-s464", (_SCALED, "mul_rn(q, r_q)")),
-    _fault(
-        "squares-swapped",
-        "a thread's odd channel squared first",
-        "",
-        ("fma_rn(odd, odd, mul_rn(even, even))", "fma_rn(even, even, mul_rn(odd, odd))"),
-        gap="a recipe as `halfway` of cache_insert for q and k",
-    ),
     _fault(
         "gate-in-natural-log",
         "gate's bound not in log2",
@@ -121,13 +112,12 @@ FAULTS = (
     _fault(
         "solve-in-fp64",
         "rows substituted in fp64",
-        "",
+        "t12-collinear-s116",
         (
             "return to_bf16(t)",
             "solved = torch.linalg.solve_triangular((lower + torch.eye(CHUNK)).double(), torch.diag_embed(b).double(), "
             "upper=False)\n    return to_bf16(solved.float())",
         ),
-        gap="the case t100-h2-from-fp32-to-fp32-collinear, made on demand",
     ),
     _fault(
         "scores-strict",
@@ -169,9 +159,8 @@ FAULTS = (
     _fault(
         "outputs-added",
         "o's two products rounded apart, then added",
-        "",
+        "t1-from-bf16-scale1.5-whispering",
         (_O, 'to_bf16(add_rn(mma(u, x["p"]), mma(s, x["q_up"])))'),
-        gap="the case t77-h2-b2-from-bf16-to-bf16-lb-1-faint, made on demand",
     ),
     _fault(
         "state-transposed",

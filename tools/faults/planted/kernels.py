@@ -104,7 +104,7 @@ FAULTS = (
         "cluster7",
         "mixture-unrounded",
         "final mixture not rounded to bf16",
-        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s12",
+        "nb1-t1-replace-w0-final-eps1e-05-1e-06-aux2-small-s634",
         (CLUSTER7, "r = widen(pack(r))", "r = list(r)"),
     ),
     _fault(

@@ -5,8 +5,8 @@ from tools.faults.patch import Edit, Fault
 FILE = "reference/mla_query.py"
 
 
-def _fault(schedule: str, name: str, what: str, case: str, *edits: tuple[str, str], gap: str = "") -> Fault:
-    return Fault(name, "mla_query", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits), gap=gap)
+def _fault(schedule: str, name: str, what: str, case: str, *edits: tuple[str, str]) -> Fault:
+    return Fault(name, "mla_query", schedule, what, case, tuple(Edit(FILE, *edit) for edit in edits))
 
 
 _RR = "rsqrt_approx(add_rn(div_rn(total, width), offset))"
@@ -66,12 +66,11 @@ FAULTS = (
         "small",
         "norm-in-a-butterfly",
         "warps' sums of squares pairwise, not a chain",
-        "",
+        "h1-b1-p1x1-halfway-s10",
         (
             'chain_add(warps), params["eps"]',
             '(warps[:, 0] + warps[:, 1]) + (warps[:, 2] + warps[:, 3]) + (warps[:, 4] + warps[:, 5]), params["eps"]',
         ),
-        gap="seed 10 of the recipe `halfway`, h1-b1-p1x1-halfway-s10",
     ),
     _fault(
         "small",

@@ -7,10 +7,8 @@ FORMATS, IEEE, MUFU, ORDER, TENSOR_CORE, PORTABLE = (
 )
 
 
-def _fault(
-    kernel: str, schedule: str, name: str, what: str, case: str, *edits: tuple[str, str, str], gap: str = ""
-) -> Fault:
-    return Fault(name, kernel, schedule, what, case, tuple(Edit(*edit) for edit in edits), about="numerics", gap=gap)
+def _fault(kernel: str, schedule: str, name: str, what: str, case: str, *edits: tuple[str, str, str]) -> Fault:
+    return Fault(name, kernel, schedule, what, case, tuple(Edit(*edit) for edit in edits), about="numerics")
 
 
 _ROUND = "((1 << (shift - 1)) - 1) + odd) >> shift"
@@ -134,15 +132,6 @@ FAULTS = (
         (IEEE, _SUM, "    product = product.float().double()\n" + _SUM),
     ),
     _fault(
-        "fmha",
-        "k2",
-        "fma-by-fp64",
-        "FMA: rounded to fp64, then to fp32",
-        "",
-        (IEEE, "    if bool(scratch.min() == _MIDPOINT):", "    if False:"),
-        gap="a chain in which an exact sum of over 53 bits lies just beside a midpoint, such as 1 + 2^-24 (1 + 2^-31)",
-    ),
-    _fault(
         "attn_res",
         "cluster7",
         "pairwise-by-halves",
@@ -224,9 +213,8 @@ FAULTS = (
         "chunk16",
         "mma-minus-zero",
         "tensor core: −0 stays −0",
-        "",
+        "t1-scale9.53674e-07-subnormal",
         (TENSOR_CORE, "canonical_nan(out.add_(0.0)).reshape", "canonical_nan(out).reshape"),
-        gap="an initial state of −0 whose updates are all −0",
     ),
     _fault(
         "fmha",
@@ -270,23 +258,21 @@ FAULTS = (
         ),
     ),
     _fault(
-        "cache_insert",
-        "insert",
+        "attn_res",
+        "cluster7",
         "rsqrt-power-of-four",
         "rsqrt: 1 / √4^k an ULP too low or high",
-        "",
+        "nb0-t1-w0-halfway-s1",
         (MUFU, "    result -= _less(argument, 1)  # a power of four: V alone is just below 1\n", ""),
-        gap="a row whose mean square + eps is a power of four and whose products with the weights are ties of bf16",
     ),
     _fault(
         "fmha",
         "wgmma128",
         "lg2-cut",
         "lg2: fraction kept to 24 bits, not 36",
-        "",
+        "d64-q2-k3-scale0.9-normal-s7",
         (MUFU, "mul_(2.0**36)", "mul_(2.0**24)"),
         (MUFU, "mul_(2.0**-36)", "mul_(2.0**-24)"),
-        gap="a row with maximum 0 and a sum just above 1",
     ),
     _fault(
         "mla_query",
