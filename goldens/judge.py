@@ -78,8 +78,9 @@ def collect(outputs: Any, device: torch.device) -> Tensors:
 
 
 def words(error: BaseException) -> str:
-    """The last line of an error's traceback, and where it was raised."""
-    last = traceback.format_exception_only(error)[-1].strip()
+    """An error's own words on one line without control characters, and where it was raised."""
+    last = " ".join(traceback.format_exception_only(error)[-1].split())
+    last = "".join(letter if letter.isprintable() else "�" for letter in last)
     frames = traceback.extract_tb(error.__traceback__)
     return f"raised {last}" + (f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else "")
 

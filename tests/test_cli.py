@@ -375,12 +375,12 @@ def test_verify_fails_on_a_faulty_kernel_and_says_what_repeats_it() -> None:
     result = run("verify", "--case", ZEROS, *IN_PROCESS)
     assert result.exit_code == 1
     assert "0 of 1 runs passed" in result.stdout
-    assert f"again: goldens verify --case {ZEROS} --schedule k2\n" in result.stdout
+    assert f"again: goldens verify --case {ZEROS} --schedule k2 --timeout 0\n" in result.stdout
 
 
 @pytest.mark.usefixtures("faulty")
 def test_the_command_that_repeats_a_failure_does() -> None:
-    command = f"goldens verify --case {ZEROS} --candidate exact --device cpu --schedule k2"
+    command = f"goldens verify --case {ZEROS} --candidate exact --device cpu --schedule k2 --timeout 0"
     first = run(*command.split()[1:], *IN_PROCESS)
     assert (first.exit_code, f"again: {command}\n" in first.stdout) == (1, True)
 
@@ -423,6 +423,17 @@ def test_against_says_what_changed(tmp_path: Path, request: pytest.FixtureReques
     assert result.exit_code == 1
     assert "newly failing: fmha/d64-n64-zeros" in result.stdout
     assert "newly failing: fmha/d64-n64-zeros" in (tmp_path / "r.md").read_text()
+
+
+def test_an_old_report_is_read_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "judge_exact", lambda *_: pytest.fail("the run began"))
+    result = run("report", "--case", ZEROS, "--against", tmp_path / "missing.json")
+    assert (result.exit_code, "missing.json" in result.stderr) == (2, True)
+
+
+def test_our_kernels_do_not_run_on_the_cpu() -> None:
+    result = run("verify", "--case", ZEROS, "--device", "cpu")
+    assert (result.exit_code, "--device: got 'cpu'" in result.stderr) == (2, True)
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 0, "results": []}'])

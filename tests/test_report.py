@@ -184,6 +184,22 @@ def test_against_does_not_take_nan_for_a_change():
     assert report.against([result], as_json([result])) == []
 
 
+def test_against_leaves_aside_cases_that_the_run_is_not_about(faulty):
+    other = planted.run("fmha/d64-n64-ties")
+    old = as_json([faulty[3], other])
+    assert report.against([faulty[3]], old, [faulty[3].case.id]) == []
+    assert [change.kind for change in report.against([faulty[3]], old)] == ["removed"]
+    assert [change.case for change in report.against([], old, [other.case.id])] == [other.case.id]
+
+
+def test_html_lists_what_was_not_judged(faulty):
+    text = report.to_html(faulty[3:], "Title", None, ["fmha/x any: not supported: no <masks>"])
+    assert "all judged passed" in text
+    assert "1 not supported or not judged" in text
+    assert "fmha/x any: not supported: no &lt;masks&gt;" in text
+    assert "not judged" not in report.to_html(faulty[3:], "Title")
+
+
 def test_against_sees_an_output_that_is_new_or_gone(faulty):
     _, _, absent, _ = faulty
     before = as_json([planted.run(absent.case.id)])

@@ -60,7 +60,7 @@ class Files(NamedTuple):
     json: Path | None
     markdown: Path | None
     html: Path | None
-    against: Path | None
+    against: Any  # its content
 
 
 def fail(message: str, code: Exit) -> typer.Exit:
@@ -81,6 +81,11 @@ def choose(
         return cases_of.choose(kernel, ids, everything, shard, schedule)
     except cases_of.UsageError as error:
         raise fail(f"--{error}", Exit.USAGE) from None
+
+
+def chosen(cases: Sequence[Case], *options: object) -> list[str] | None:
+    """The cases' ids if an option restricted the run to them; None if these are all there are."""
+    return [case.id for case in cases] if any(options) else None
 
 
 def end_on_signals() -> None:
@@ -193,12 +198,16 @@ def put_on_trial(tried: trial.Trial, cases: list[Case], invariant: bool) -> list
     return found
 
 
-def read_report(path: Path) -> object:
-    """An older JSON report."""
+def read_report(path: Path | None) -> Any:
+    """An older JSON report, None without one; read before anything runs, so that a bad one costs nothing."""
+    if path is None:
+        return None
     try:
-        return json.loads(path.read_text())
+        old = json.loads(path.read_text())
+        report.against([], old)
     except (OSError, ValueError) as error:
-        raise fail(f"--against: {path} cannot be read as JSON ({error})", Exit.USAGE) from None
+        raise fail(f"--against: {path}: {error}", Exit.USAGE) from None
+    return old
 
 
 def publish(
@@ -206,14 +215,13 @@ def publish(
     title: str,
     files: Files,
     refused: Sequence[trial.NotSupported] = (),
+    cases: Sequence[str] | None = None,
 ) -> None:
-    """Print the report, write its files, end with exit code 1 if anything failed, 2 if nothing was judged."""
-    changes = None
-    if files.against and results:
-        try:
-            changes = report.against(results, read_report(files.against))  # type: ignore[arg-type]
-        except ValueError as error:
-            raise fail(f"--against: {error}", Exit.USAGE) from None
+    """Print the report, write its files, end with exit code 1 if anything failed, 2 if nothing was judged.
+
+    cases: ids that the run was restricted to, if it was.
+    """
+    changes = report.against(results, files.against, cases) if files.against is not None and results else None
     if results:
         out.print(report.to_table(results, title))
     lines = [line for result in results for line in report.details(result)]
@@ -233,7 +241,7 @@ def publish(
             )
             store.write_text(files.markdown, report.to_markdown(results, title, changes) + section)
         if files.html:
-            store.write_text(files.html, report.to_html(results, title, changes))
+            store.write_text(files.html, report.to_html(results, title, changes, map(str, refused)))
     except store.GoldenError as error:
         raise fail(str(error), Exit.USAGE) from None
     if not all(result.passed for result in results):
@@ -269,9 +277,14 @@ def verify(
         kernel = cases_of.kernel_of(candidate, kernel, case)
     except cases_of.UsageError as error:
         raise fail(f"--{error}", Exit.USAGE) from None
+    if candidate == candidates.OURS and device == "cpu":
+        raise fail("--device: got 'cpu', our kernels run on an sm_90 GPU; `goldens report` needs none", Exit.USAGE)
     cases = choose(kernel, case, shard=shard, schedule=schedule)
+    files = Files(json_file, markdown, html, read_report(against))
     try:
         found = put_on_trial(trial.Trial(candidate, device, timeout, schedule), cases, invariance)
+    except KeyboardInterrupt:
+        raise fail("interrupted; nothing was written", Exit.FAIL) from None
     except (candidates.HardwareMissing, candidates.Missing) as error:
         hint = "`goldens report` judges the exact models without a GPU, `--device cpu` a candidate that can run there"
         raise fail(f"{error}. {hint}.", Exit.HARDWARE) from None
@@ -286,8 +299,9 @@ def verify(
     publish(
         [run for run in found if isinstance(run, trial.Run)],
         f"Invariance: {title}" if invariance else title,
-        Files(json_file, markdown, html, against),
+        files,
         [run for run in found if isinstance(run, trial.NotSupported)],
+        chosen(cases, kernel, case, shard, schedule),
     )
 
 
@@ -310,8 +324,12 @@ def make_report(
     against: AgainstFile = None,
 ) -> None:
     """Judge the exact models as they stand by the goldens, the model and the oracle; needs no GPU."""
-    results = judge_exact(choose(kernel, case, shard=shard, schedule=schedule), schedule)
-    publish(results, "Exact models against model and oracle", Files(json_file, markdown, html, against))
+    cases, files = (
+        choose(kernel, case, shard=shard, schedule=schedule),
+        Files(json_file, markdown, html, read_report(against)),
+    )
+    results = judge_exact(cases, schedule)
+    publish(results, "Exact models against model and oracle", files, cases=chosen(cases, kernel, case, shard, schedule))
 
 
 app.command("evidence")(evidence.command)

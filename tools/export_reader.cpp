@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
     const std::string folder = argc > 1 ? argv[1] : ".";
     std::ifstream index(folder + "/index.tsv");
     std::string line;
-    std::getline(index, line);  // the columns' names
+    if (!std::getline(index, line)) return std::fprintf(stderr, "%s/index.tsv: cannot be read\n", folder.c_str()), 1;
     while (std::getline(index, line)) {
         std::istringstream fields(line);
         std::string id, tensor, dtype, shape, count, file;

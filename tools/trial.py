@@ -51,7 +51,7 @@ class Trial:
     """
 
     def __init__(self, candidate: str, device: str | None, seconds: float = SECONDS, schedule: str | None = None):
-        self._candidate, self._device, self._schedule = candidate, device, schedule
+        self._candidate, self._device, self._schedule, self._seconds = candidate, device, schedule, seconds
         self.device = candidates.device_of(device)
         self.name = OURS if candidate == candidates.OURS else candidate
         self._held: Any = Worker(candidate, self.device, seconds) if seconds > 0 else InProcess(candidate, self.device)
@@ -128,6 +128,7 @@ class Trial:
         again += f" --candidate {shlex.quote(self._candidate)}" if self._candidate != candidates.OURS else ""
         again += f" --device {self._device}" if self._device else ""
         again += f" --schedule {schedule}" if schedule else ""
+        again += f" --timeout {self._seconds:g}" if self._seconds != SECONDS else ""
         return Run(case, schedule or ANY, self.name, tuple(verdicts), note, again + options)
 
 

@@ -36,12 +36,16 @@ class Change:
         return f"{self.kind}: {' '.join(part for part in parts if part)}" + (f": {self.words}" if self.words else "")
 
 
-def against(results: Iterable[Result], old: Mapping[str, Any]) -> list[Change]:
+def against(results: Iterable[Result], old: Mapping[str, Any], cases: Iterable[str] | None = None) -> list[Change]:
     """The changes from ``old``, a report as ``to_json`` makes it, to ``results``, in the order of ``KINDS``.
 
+    cases: ids of those that this run is about; what ``old`` says of others is left aside. None: all.
     ValueError if ``old`` is no such report.
     """
     now, before = _verdicts(to_json(results)), _verdicts(_checked(old))
+    if cases is not None:
+        about = set(cases)
+        before = {key: verdict for key, verdict in before.items() if key.case in about}
     runs = [{key[:2] for key in verdicts} for verdicts in (before, now)]
     changes = [Change(REMOVED, *run, "", "", "") for run in sorted(runs[0] - runs[1])]
     changes += [Change(ADDED, *run, "", "", _state(now, run)) for run in sorted(runs[1] - runs[0])]

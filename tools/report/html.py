@@ -176,8 +176,16 @@ def short(count: int) -> str:
     return str(count)
 
 
-def to_html(results: Iterable[Result], title: str, changes: Iterable[Change] | None = None) -> str:
-    """The report as the text of an HTML file; ``changes`` are those since an older report, if there was one.
+def to_html(
+    results: Iterable[Result],
+    title: str,
+    changes: Iterable[Change] | None = None,
+    refused: Iterable[str] = (),
+) -> str:
+    """The report as the text of an HTML file.
+
+    changes: those since an older report, if there was one. refused: of each run that was not supported or not judged,
+    which and why.
 
     FAILURES failing verdicts are shown in full and TABLE_ROWS rows a kernel; the totals are always said.
     """
@@ -198,6 +206,7 @@ def to_html(results: Iterable[Result], title: str, changes: Iterable[Change] | N
         "failures_total": len(failures),
         "changes": None if listed is None else listed[:CHANGES],
         "changes_total": len(listed or []),
+        "refused": list(refused),
         "notes": sorted({(r.case.id, r.note) for r in results if r.note}),
         "environment": environment(),
         "histogram": histogram,
