@@ -334,6 +334,7 @@ def test_adapters_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(adapters.Missing, match=r"flash_kda cannot be imported .* git clone"):
         candidates.load("flash_kda")
     monkeypatch.setattr(candidates, "require_hopper", lambda: torch.device("cpu"))
+    monkeypatch.delitem(sys.modules, "tools.adapters.flash_attn_4", raising=False)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     result = goldens_command("verify", "--candidate", "flash_attn_4", "--case", ATTENTION, "--timeout", 0)

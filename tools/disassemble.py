@@ -1,5 +1,6 @@
 """SASS of a cubin, by nvdisasm from the package nvidia-cuda-nvdisasm or the CUDA toolkit."""
 
+import functools
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ def nvdisasm() -> Path | None:
     return Path(found) if found else None
 
 
+@functools.lru_cache(maxsize=4)
 def sass(cubin: bytes) -> str:
     """The disassembly of a cubin. RuntimeError if there is no nvdisasm or it fails."""
     tool = nvdisasm()
