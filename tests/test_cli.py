@@ -431,11 +431,6 @@ def test_an_old_report_is_read_before_anything_runs(tmp_path: Path, monkeypatch:
     assert (result.exit_code, "missing.json" in result.stderr) == (2, True)
 
 
-def test_our_kernels_do_not_run_on_the_cpu() -> None:
-    result = run("verify", "--case", ZEROS, "--device", "cpu")
-    assert (result.exit_code, "--device: got 'cpu'" in result.stderr) == (2, True)
-
-
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"format": 0, "results": []}'])
 def test_against_refuses_what_is_no_report(tmp_path: Path, content: str | None) -> None:
     old = tmp_path / "old.json"

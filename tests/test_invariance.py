@@ -232,5 +232,5 @@ def test_a_failing_property_has_its_command() -> None:
         [result] = run(trial, goldens.find(INSERTS), read_manifest(), invariant=True)
     assert not result.passed
     assert result.command == (
-        f"goldens verify --case {INSERTS} --candidate exact --device cpu --schedule insert --invariance"
+        f"goldens verify --case {INSERTS} --candidate exact --device cpu --schedule insert --timeout 0 --invariance"
     )
