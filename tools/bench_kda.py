@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tools.bench import milliseconds, require_gpu
+from tools.bench import graph_milliseconds, milliseconds, require_gpu
 
 D, SCALE, LOWER_BOUND = 128, 128**-0.5, -5.0
 LAUNCHES, REPLAYS = 10, 7
@@ -67,16 +67,6 @@ def tensors(shape: Shape) -> dict[str, Tensor]:
     x["initial_state"] = normal(len(shape.lengths), shape.heads, D, D).to(torch.bfloat16)
     x["cu_seqlens"] = torch.tensor([0, *shape.lengths], device="cuda").cumsum(0)
     return x
-
-
-def graph_milliseconds(call: Callable[[], object]) -> float:
-    """Median time of a call among some back to back in a graph."""
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            call()
-    return milliseconds(graph.replay, REPLAYS) / LAUNCHES
 
 
 def ours(x: dict[str, Tensor], **options: Any) -> tuple[Callable[[], None], Tensor, Tensor]:
