@@ -313,14 +313,6 @@ def mbarrier_arrive_if(barrier: Int32, condition) -> None:
     inline_ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [{$r0}];", read_only_args=[barrier], predicate=condition)
 
 
-def mbarrier_arrive_expect_tx(barrier: Int32, size: int) -> None:
-    """Arrive once on an mbarrier of this CTA and let its phase wait for ``size`` bytes."""
-    inline_ptx(
-        "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [{$r0}], {$r1};",
-        read_only_args=[barrier, Int32(size)],
-    )
-
-
 def mbarrier_arrive_cluster(barrier: Int32) -> None:
     """Arrive once on the mbarrier at a cluster address; ordered behind this thread's own accesses in its CTA alone.
 
