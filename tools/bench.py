@@ -1,16 +1,19 @@
-"""FMHA's speed on this GPU as Markdown tables: ``python -m tools.bench [rung[/schedule] ...]``.
+"""FMHA's speed on this GPU as a Markdown table: ``python -m tools.bench [rung[/schedule] ...] [--json FILE]``.
 
 By default the fastest rung; without a schedule a rung's fastest, so ``k6/wgmma128 k6/wgmma176`` compares tiles.
 Two widths, with and without a mask, three lengths; 2048 features (heads · d) and 16384 tokens in all, bf16. A causal
 call counts half the operations, 2 · B · H · N² · d of the full 4. Each is timed by replays of a CUDA graph of some
 calls, so that nobody's host side counts. Beside ours: torch SDPA with cuDNN's and with FlashAttention's backend, and
 FlashAttention-4 where ``flash_attn.cute`` can be imported. After timing each output is compared with cuDNN's: a launch
-that failed must not look fast.
+that failed must not look fast. ``--json`` keeps the figures for ``tools.plot_fmha``.
 """
 
+import argparse
+import json
 import statistics
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,7 @@ FEATURES, TOKENS = 2048, 16384
 LENGTHS = (1024, 4096, 16384)
 CELLS = [(d, causal, n) for d in (64, 128) for causal in (False, True) for n in LENGTHS]
 PEER = "SDPA cuDNN"  # whose output is the standard
+SLOW_MS = 200  # of all launches of a graph together
 TOLERANCE = 1e-2  # relative, in the 2-norm: both sides round weights and outputs to bf16
 Call = Callable[[], Tensor]
 
@@ -51,8 +55,8 @@ def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
 
 
 def graph_milliseconds(call: Callable[[], object], launches: int = 10, replays: int = 7) -> float:
-    """Median time of a call among ``launches`` back to back in a CUDA graph."""
-    call()
+    """Median time of a call among ``launches`` back to back in a CUDA graph, fewer of a slow one."""
+    launches = max(1, min(launches, int(SLOW_MS / milliseconds(call, 1))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
@@ -114,12 +118,10 @@ def measure(d: int, causal: bool, n: int, rungs: list[str]) -> dict[str, float]:
     return speeds
 
 
-def main(rungs: list[str]) -> None:
-    """Print a table: TFLOP/s of each, and each rung's ratio to the fastest of the others."""
-    require_gpu()
+def check(rungs: list[str]) -> None:
+    """Exit code 2 and a sentence for a rung or schedule that does not exist."""
     from cute_impl import fmha
 
-    rungs = rungs or [fmha.RUNGS[-1]]
     try:
         for rung in rungs:
             name, _, schedule = rung.partition("/")
@@ -127,17 +129,44 @@ def main(rungs: list[str]) -> None:
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench", description="FMHA's speed on this GPU")
+    parser.add_argument("rungs", nargs="*", metavar="RUNG[/SCHEDULE]", help="by default the fastest")
+    parser.add_argument("--d", type=int, choices=(64, 128), help="this width alone")
+    parser.add_argument("--causal", choices=("yes", "no"), help="with or without a mask alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the figures")
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> None:
+    """Print a table: TFLOP/s of each, and each rung's ratio to the fastest of the others."""
+    options = arguments(words)
+    require_gpu()
+    from cute_impl import fmha
+    from goldens import store
+    from tools.environment import environment, headline
+
+    rungs = options.rungs or [fmha.RUNGS[-1]]
+    check(rungs)
     q, k, v = tensors(64, LENGTHS[0])
     names = list(peers(q, k, v, causal=False))
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; TFLOP/s\n")
+    print(f"{headline()}; TFLOP/s\n")
     heads = [*names, *(cell for rung in rungs for cell in (rung, "ratio"))]
     print("| d | causal | N | " + " | ".join(heads) + " |\n" + "|---" * (3 + len(heads)) + "|")
+    rows = []
     for d, causal, n in CELLS:
+        if options.d not in (None, d) or options.causal not in (None, "yes" if causal else "no"):
+            continue
         speeds = measure(d, causal, n, rungs)
+        rows.append({"d": d, "causal": causal, "n": n, "tflops": speeds})
         best = max(speeds[name] for name in names)
         cells = [f"{speeds[name]:.0f}" for name in names]
-        cells += [cell for rung in rungs for cell in (f"{speeds[rung]:.0f}", f"{speeds[rung] / best:.2f}")]
+        cells += [cell for rung in rungs for cell in (f"{speeds[rung]:.3g}", f"{speeds[rung] / best:.2f}")]
         print(f"| {d} | {'yes' if causal else 'no'} | {n} | " + " | ".join(cells) + " |", flush=True)
+    if options.json:
+        store.write_text(options.json, json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

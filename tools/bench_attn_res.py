@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tools.bench import milliseconds, require_gpu
+from tools.environment import headline
 
 LAUNCHES, REPLAYS = 200, 15
 TOKENS, BLOCKS = (1, 16, 64), (0, 1, 4, 8)
@@ -96,7 +97,7 @@ def moved(tokens: int, nb: int) -> int:
 def main() -> None:
     """Print the tables."""
     require_gpu()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; µs a launch\n")
+    print(f"{headline()}; µs a launch\n")
     print("| nb | T | existing | cluster7 | cluster7_direct | cluster7, PDL off |\n|---|---|---|---|---|---|")
     for nb in BLOCKS:
         for tokens, existing in zip(TOKENS, EXISTING[nb], strict=True):

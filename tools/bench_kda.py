@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from tools.bench import graph_milliseconds, milliseconds, require_gpu
+from tools.environment import headline
 
 D, SCALE, LOWER_BOUND = 128, 128**-0.5, -5.0
 LAUNCHES, REPLAYS = 10, 7
@@ -269,7 +270,7 @@ def main(kinds: list[str]) -> None:
     unknown = [kind for kind in kinds if kind not in tables]
     if unknown:
         raise SystemExit(f"got {', '.join(unknown)}, allowed are {', '.join(tables)}")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}\n")
+    print(f"{headline()}\n")
     for kind in kinds or ["speed"]:
         tables[kind]()
         print()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tools.bench import require_gpu
 from tools.bench_attn_res import microseconds
+from tools.environment import headline
 
 HEADS, ROWS = (12, 6), (1, 2, 3, 4, 8, 16, 32, 64)
 # µs of an existing kernel (specs/mla_query.md), by heads and B; none runs on Hopper for B ≥ 4
@@ -66,7 +67,7 @@ def main(kinds: list[str]) -> None:
     require_gpu()
     from cute_impl.mla_query import SMALL_B, schedule_for
 
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; µs a launch\n")
+    print(f"{headline()}; µs a launch\n")
     print("| heads | B | existing | schedule | ours | PDL off | tiled |\n|---|---|---|---|---|---|---|")
     times = {}
     for heads in HEADS:
