@@ -297,8 +297,9 @@ _CASES = (
 # so, with E = score·A + range·R + weight,
 #   |error of o| ≤ u · [Σ w|v|(E + value) + |o| Σ w(E + total) + last·|o|],
 # In wgmma a fused sum cuts its 17 terms at 2^-25 of the largest one's power of two, and their sum at 2^-23: at most
-# 17/2 + 2 = 10.5 u of Σ|terms|. The weights that multiply V are rounded to bf16, 2^-8 = 2^16 u. Its range R counts c,
-# the FMA, and in α a difference and a product; in lse, lg2 errs by 2^-22 of the larger of 1 and itself.
+# 17/2 + 2 = 10.5 u of Σ|terms|. The weights that multiply V, not those that are summed, are rounded to bf16: by half an
+# ULP of its 8 bits, 2^-8 = 2^16 u. Its range R counts c, the FMA, and in α a difference and a product; in lse, lg2 errs
+# by 2^-22 of the larger of 1 and itself.
 # All this plus what underflow may drop: 2^-126 for each exponential, times the largest |v|, and 2^-150 for each
 # operation on subnormals, at most 2 a key and 4 a row. A factor 1.01 pays for products of errors.
 

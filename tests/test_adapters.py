@@ -4,7 +4,7 @@ So layouts, orders, signs and names are tried without the packages; the kernels 
 """
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ from torch import Tensor
 
 import goldens
 from goldens import store
+from goldens.judge import select
 from reference import attn_res, fmha, kda, mla_query
+from tools import candidates
 from tools.adapters import ADAPTERS
 from tools.trial import NotSupported, Run, Trial, run
 
@@ -43,6 +45,8 @@ def assert_right(adapter: str, case_id: str, schedule: str) -> None:
     assert result.passed, [(v.output, v.reason) for v in result.verdicts if not v.passed]
 
 
+PACKED = "fmha/d64-causal-q26-k60-h2-1-normal-packed5x9.1x1.0x4.7x0.13x46"
+BEYOND = "mla_query/h1-b2-p1x1-beyond-cancel"
 KDA_CASES = ("kda/t20-normal", "kda/t17-from-fp32-to-fp32-normal", "kda/t3-h2-b2-lb0.1-normal", "kda/t136-tails-normal")
 
 
@@ -76,10 +80,33 @@ def test_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_kda("flash_kda")
 
 
+def test_vllm_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its operators take the workspace and the outputs from the caller."""
+
+    def fwd(q, k, v, g, beta, scale, out, workspace, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):  # fmt: skip # noqa: E501
+        sequences = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
+        assert (workspace.numel(), workspace.dtype) == (q.shape[0] * q.shape[1] + sequences, torch.uint8)
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+        optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        inputs |= {name: x for name, x in optional.items() if x is not None}
+        state = None if final_state is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[final_state.dtype]
+        outputs = chunk16(inputs, scale, lower_bound, state)
+        out.copy_(outputs["out"])
+        if final_state is not None:
+            final_state.copy_(outputs["final_state"])
+
+    operators = SimpleNamespace(fwd=fwd, get_workspace_size=lambda tokens, heads, sequences: tokens + sequences)
+    monkeypatch.setattr(torch.ops, "_flashkda_C", operators, raising=False)
+    install(monkeypatch, "vllm._flashkda_C")
+    assert_kda("vllm_flash_kda")
+
+
 def test_fla_kda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its state is K before V."""
+    """Its state is K before V; for a graph the chunks of packed sequences are listed on the device."""
+    graphs: list[bool] = []
 
     def chunk_kda(q, k, v, g, beta, *, scale, lower_bound, A_log, dt_bias, output_final_state, initial_state=None, cu_seqlens=None, **flags):  # fmt: skip # noqa: E501
+        graphs.append(flags.pop("use_graph", False))
         assert set(flags) == {f"use_{x}_in_kernel" for x in ("gate", "qk_l2norm", "beta_sigmoid")} | {"safe_gate"}
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias.view(-1, 128)}
         if initial_state is not None:
@@ -92,6 +119,14 @@ def test_fla_kda(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch, "fla.ops.kda", chunk_kda=chunk_kda)
     assert_kda("fla_kda")
+    assert not any(graphs)
+    recorded = candidates.load("fla_kda").make("kda", None).capturable
+    for case_id, on_device in (("kda/t20-normal", False), ("kda/t136-tails-normal", True)):
+        case = goldens.find(case_id)
+        golden = store.obtain(goldens.KERNELS["kda"], case, store.read_manifest())
+        outputs = recorded(select(golden, "in/"), case.params)
+        assert torch.equal(outputs["out"], golden["exact/chunk16/out"])
+        assert graphs.pop() is on_device
 
 
 def test_cudnn_kda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +147,7 @@ def test_cudnn_kda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """[B, N, H, d], and log-sum-exp [B, H, N]."""
+    """[B, N, H, d] and log-sum-exp [B, H, N]; packed [ΣN, H, d] and [H, ΣN]."""
 
     def flash_attn_func(q, k, v, softmax_scale=None, causal=False, return_lse=False):
         assert return_lse
@@ -120,8 +155,16 @@ def test_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -> None:
         outputs = fmha.exact(inputs, {"causal": causal, "scale": softmax_scale}, "wgmma128")
         return outputs["o"].transpose(0, 1)[None], outputs["lse"][None]
 
-    install(monkeypatch, "flash_attn.cute", flash_attn_func=flash_attn_func)
-    for case_id in ("fmha/d64-causal-q70-k134-normal", "fmha/d64-causal-q6-k33-h4-2-scale0.3-normal"):
+    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale=None, causal=False, return_lse=False):
+        assert return_lse
+        inputs = {name: x.transpose(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
+        inputs |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+        outputs = fmha.exact(inputs, {"causal": causal, "scale": softmax_scale}, "wgmma128")
+        return outputs["o"].transpose(0, 1), outputs["lse"]
+
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    install(monkeypatch, "flash_attn.cute", **functions)
+    for case_id in ("fmha/d64-causal-q70-k134-normal", "fmha/d64-causal-q6-k33-h4-2-scale0.3-normal", PACKED):
         assert_right("flash_attn_4", case_id, "wgmma128")
 
 
@@ -177,3 +220,6 @@ def test_vllm_mla_query(monkeypatch: pytest.MonkeyPatch) -> None:
             [result] = run(trial, goldens.find(case_id), store.read_manifest(), invariant=False)
             assert result.passed, [(v.output, v.reason) for v in result.verdicts if not v.passed]
             assert {v.output for v in result.verdicts} == {"output", "cache"}
+        [refused] = run(trial, goldens.find(BEYOND), store.read_manifest(), invariant=False)
+        assert isinstance(refused, NotSupported)
+        assert "a slot beyond the cache" in str(refused)

@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).parent.parent
 INSERT, ATTENTION = "cache_insert/b1-p1x1-unit", "fmha/d64-n64-zeros"
 MODEL_ONLY, EXACT_ONLY = "fmha/d64-q1-k65-normal", "fmha/d64-n64-overflow"
 PRELUDE = """
-import os, signal, time
+import os, signal, sys, time
 import torch
 from goldens.judge import Unsupported
 from reference import attn_res, cache_insert, fmha, mla_query
@@ -94,6 +94,10 @@ def crashes(inputs, params):
 
 def exits(inputs, params):
     os._exit(7)
+
+
+def leaves(inputs, params):
+    sys.exit(0)
 
 
 def overwrites(inputs, params):
@@ -290,6 +294,25 @@ def test_an_exit_is_a_verdict(module: Path) -> None:
     assert "crashed: its process ended with exit code 7" in result.stdout
 
 
+@pytest.mark.parametrize("options", [(), ("--timeout", "0")], ids=["worker", "in-process"])
+def test_a_candidate_that_calls_sys_exit_fails_and_the_run_goes_on(module: Path, options: tuple) -> None:
+    cases = ("--case", INSERT, "--case", "cache_insert/b2-crossing-normal")
+    result = goldens_command("verify", "--candidate", f"{module}:leaves", "--device", "cpu", *cases, *options)
+    assert result.exit_code == 1
+    assert result.stdout.count("call against exact: the candidate called sys.exit(0)\n") == 2
+    assert "0 of 2 runs passed" in result.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--timeout", "0")], ids=["worker", "in-process"])
+@pytest.mark.parametrize("argument", ["", "0", "'no licence'"])
+def test_a_module_that_calls_sys_exit_is_wrong_usage(tmp_path: Path, argument: str, options: tuple) -> None:
+    path = tmp_path / "leaves.py"
+    path.write_text(f"import sys\nsys.exit({argument})\n")
+    result = goldens_command("verify", "--candidate", f"{path}:f", "--device", "cpu", "--case", INSERT, *options)
+    assert result.exit_code == 2
+    assert f"{path}:f: its import called sys.exit({argument})" in result.stderr
+
+
 UNKNOWN = {
     "no-colon": ("theirs", "allowed are package.module:function, FILE.py:function, ours"),
     "no-module": ("no.such.module:f", "no.such.module cannot be imported: raised ModuleNotFoundError"),
@@ -446,6 +469,7 @@ PLUGIN_USAGE = {
     "kernel": (["--candidate", "m:f", "--device", "cpu"], "--kernel: missing"),
     "shard": (["--shard", "3/2"], "--shard: got '3/2'"),
     "device-alone": (["--device", "cpu"], "--device: is an option of --candidate"),
+    "cpu": (["--candidate", "ours", "--device", "cpu"], "--device: got 'cpu', our kernels need an sm_90 GPU"),
     "module": (["--candidate", "no_such:f", "--case", INSERT, *HERE], "no_such cannot be imported"),
 }
 

@@ -378,6 +378,22 @@ def test_verify_fails_on_a_faulty_kernel_and_says_what_repeats_it() -> None:
     assert f"again: goldens verify --case {ZEROS} --schedule k2 --timeout 0\n" in result.stdout
 
 
+def test_our_kernels_are_refused_on_the_cpu_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "put_on_trial", lambda *_: pytest.fail("the run began"))
+    result = run("verify", "--case", ZEROS, "--device", "cpu")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--device: got 'cpu', our kernels need an sm_90 GPU (H100, H200)" in result.stderr
+    result = run("verify", "--candidate", "flash_kda", "--device", "cpu")
+    assert (result.exit_code, "--device: got 'cpu', flash_kda needs a GPU" in result.stderr) == (2, True)
+
+
+def test_a_pipe_cuts_no_line() -> None:
+    long = "fmha/d64-causal-q6-k33-h4-2-scale0.3-normal"
+    lines = run("report", "--case", long).stdout.splitlines()
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if line.startswith("│")]
+    assert [row[:4] for row in rows] == [[long, "wgmma128", name, "0 bits"] for name in ("lse", "o")]
+
+
 @pytest.mark.usefixtures("faulty")
 def test_the_command_that_repeats_a_failure_does() -> None:
     command = f"goldens verify --case {ZEROS} --candidate exact --device cpu --schedule k2 --timeout 0"

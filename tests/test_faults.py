@@ -216,7 +216,8 @@ def test_an_edit_of_a_comment_compiles_to_the_same_code() -> None:
 def test_a_kernel_is_run_from_its_edited_copy() -> None:
     """On the CPU a kernel refuses, in the words of its source."""
     edit = Edit("cute_impl/runtime.py", "tensors are on {device}; the kernels", "planted on {device}; the kernels")
-    code, made, _ = gpu.verify([edit], ["cache_insert/b1-p1x1-unit"], "insert", "cpu")
+    candidate = ("--candidate", "cute_impl.fmha:run", "--device", "cpu")
+    code, made, _ = gpu.verify([edit], ["fmha/d64-n64-zeros"], "k2", candidate=candidate)
     [verdict] = made["results"][0]["verdicts"]
     assert code == 1
     assert "planted on cpu" in verdict["reason"]

@@ -1,6 +1,7 @@
 """Reports as text and JSON, the schema that documents the JSON, and what changed since an older one."""
 
 import copy
+import io
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import torch
+from rich.console import Console
 
 from goldens.case import Case
 from goldens.compare import LOCATED, PART_NUMBERS, Verdict, against_exact
@@ -105,6 +107,41 @@ def test_a_tensor_without_dimensions_is_mapped():
     verdict = against_exact("o", torch.tensor(1.0), torch.tensor(2.0), locate=lambda index: {"thread": len(index)})
     assert verdict.kernel_map.parts == {"thread": {0: 1}}
     assert verdict.tensor_map.cells == ((0, 0, 1),)
+
+
+def terminal(results, width: int) -> list[str]:
+    """The lines of a terminal of this width."""
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(report.to_table(results, "Title"))
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [30, 40, 80])
+def test_a_narrow_terminal_has_lines_that_cut_nothing(faulty, width):
+    lines = terminal(faulty, width)
+    assert lines[0].strip() == "Title"
+    assert max(map(len, lines)) <= width
+    text = "".join("".join(lines).split())
+    for row in (row for result in faulty for row in report.rows(result)):
+        *name, verdict = (row.cells[i] for i in (0, 1, 2, -1))
+        assert "".join([*name, verdict]).replace(" ", "") in text
+        for column, cell in zip(report.COLUMNS[3:-1], row.cells[3:-1], strict=True):
+            assert (f"{column}{cell}".replace(" ", "") in text) or not cell
+
+
+def test_a_wide_terminal_has_a_table(faulty):
+    lines = terminal(faulty, 140)
+    [header] = [line for line in lines if "case" in line]
+    assert all(column in header for column in report.COLUMNS)
+    for row in (row for result in faulty for row in report.rows(result)):
+        [line] = [line for line in lines if f" {row.cells[0]} " in line and f" {row.output} " in line]
+        assert line.split("│")[-2].strip() == row.cells[-1]
+
+
+def test_square_brackets_of_an_error_are_no_markup(faulty):
+    words = "raised IndexError: [red]x[/]"
+    verdict = Verdict("call", "exact", False, words)
+    assert words in "\n".join(terminal([replace(faulty[0], verdicts=(verdict,))], 200))
 
 
 def test_markdown(faulty):

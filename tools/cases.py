@@ -24,6 +24,18 @@ def kernel_of(candidate: str, kernel: str | None, ids: list[str] | None) -> str 
     return kernel
 
 
+def check_device(candidate: str, device: str | None) -> None:
+    """UsageError if a candidate that runs on GPUs alone is asked for on the CPU."""
+    adapter = candidates.ADAPTERS.get(candidate)
+    if device != "cpu" or adapter is None or adapter.cpu:
+        return
+    if candidate == candidates.OURS:
+        who = "our kernels need an sm_90 GPU (H100, H200); `goldens report` judges the exact models without one"
+    else:
+        who = f"{candidate} needs a GPU"
+    raise UsageError(f"device: got 'cpu', {who}")
+
+
 def choose(
     kernel: str | None,
     ids: list[str] | None,

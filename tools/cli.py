@@ -13,6 +13,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 import goldens
 from goldens import store
@@ -35,8 +36,8 @@ class Exit(IntEnum):
 
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
-# Where the output is no terminal, a width that cuts no cell.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+# Where the output is no terminal, no line is too long.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else report.UNLIMITED)
 err = Console(stderr=True, highlight=False)
 
 KernelOption = Annotated[str | None, typer.Option("--kernel", help="Only this kernel's cases.")]
@@ -98,10 +99,10 @@ def each(cases: list[Case], label: str, work: Callable[[Callable[[Case], None]],
     """Run ``work`` under a progress bar; it calls back once a case."""
     columns = (
         TextColumn(label),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.description}", table_column=Column(overflow="ellipsis")),  # the first to give way
     )
     with Progress(*columns, console=err) as bar:
         task = bar.add_task("", total=len(cases))
@@ -275,6 +276,7 @@ def verify(
     """Judge our kernels, or any candidate, by the goldens."""
     try:
         kernel = cases_of.kernel_of(candidate, kernel, case)
+        cases_of.check_device(candidate, device)
     except cases_of.UsageError as error:
         raise fail(f"--{error}", Exit.USAGE) from None
     cases = choose(kernel, case, shard=shard, schedule=schedule)

@@ -103,12 +103,13 @@ _TRIAL: "pytest.StashKey[Trial]" = pytest.StashKey()
 
 def _items(session: pytest.Session) -> Iterator[CaseItem]:
     from tools import candidates
-    from tools.cases import UsageError, choose, kernel_of
+    from tools.cases import UsageError, check_device, choose, kernel_of
     from tools.trial import SECONDS, Trial
 
     options = session.config.option
     try:
         kernel = kernel_of(options.candidate, options.kernel, options.case)
+        check_device(options.candidate, options.device)
         cases = choose(kernel, options.case, schedule=options.schedule)
         seconds = SECONDS if options.candidate_timeout is None else options.candidate_timeout
         trial = Trial(options.candidate, options.device, seconds, options.schedule)

@@ -53,7 +53,10 @@ class InProcess:
 
     def __init__(self, candidate: str, device: torch.device):
         self.device = device
-        self._loaded = candidates.load(candidate)
+        try:
+            self._loaded = candidates.load(candidate)
+        except SystemExit as error:
+            raise candidates.CandidateError(f"{candidate}: its import called {_exit_call(error)}") from None
         self.claims, self.outputs = self._loaded.claims, self._loaded.outputs
         self._made: dict[tuple[str, str | None], Candidate] = {}
 
@@ -62,12 +65,19 @@ class InProcess:
     ) -> Tensors:
         """The outputs, on the CPU. CallFailed or Unsupported; Missing if the candidate's package is not there."""
         key = (kernel, schedule)
-        if key not in self._made:
-            self._made[key] = self._loaded.make(kernel, schedule)
-        return (replay if graph else call)(self._made[key], inputs, params, self.device)
+        try:
+            if key not in self._made:
+                self._made[key] = self._loaded.make(kernel, schedule)
+            return (replay if graph else call)(self._made[key], inputs, params, self.device)
+        except SystemExit as error:
+            raise CallFailed(f"the candidate called {_exit_call(error)}") from None
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _exit_call(error: SystemExit) -> str:
+    return "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
 
 
 class Worker:

@@ -21,6 +21,19 @@ STATES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def candidate(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[str, Tensor]:
     """out, and final_state [N, H, V, K] if it is asked for."""
+    return run(inputs, params)
+
+
+def capturable(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The same with the list of chunks made on the device, as a CUDA graph needs it of packed sequences."""
+    return run(inputs, params, use_graph=True) if "cu_seqlens" in inputs else run(inputs, params)
+
+
+candidate.capturable = capturable  # type: ignore[attr-defined]
+
+
+def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
+    """The call, with further options of ``chunk_kda``."""
     if not -5.0 <= params["lower_bound"] < 0.0:
         raise Unsupported(f"lower_bound {params['lower_bound']:g}: it takes −5 … 0, without 0")
     x = dict(inputs)
@@ -39,6 +52,7 @@ def candidate(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[s
             use_qk_l2norm_in_kernel=True,
             use_beta_sigmoid_in_kernel=True,
             output_final_state=params["final_state"] is not None,
+            **options,
         )
     if params["final_state"] is None:
         return {"out": out}

@@ -111,13 +111,20 @@ def compiled(faults: Sequence[Fault], jobs: int) -> dict[str, str]:
 
 
 def verify(
-    edits: Sequence[Edit], cases: Iterable[str], schedule: str | None, device: str | None, html: Path | None = None
+    edits: Sequence[Edit],
+    cases: Iterable[str],
+    schedule: str | None,
+    html: Path | None = None,
+    candidate: tuple[str, ...] = ("--candidate", OURS),
 ) -> tuple[int, dict[str, Any], str]:
-    """Exit code, JSON report and text of ``goldens verify`` of our kernels with edits, in a process of its own."""
+    """Exit code, JSON report and text of ``goldens verify`` of our kernels with edits, in a process of its own.
+
+    candidate: the options that name it and where it runs.
+    """
     with tree(edits) as folder:
         report = folder / "report.json"
-        words = [sys.executable, "-m", "tools.cli", "verify", "--candidate", OURS, "--json", str(report)]
-        for option, value in (("--schedule", schedule), ("--device", device), ("--html", html)):
+        words = [sys.executable, "-m", "tools.cli", "verify", *candidate, "--json", str(report)]
+        for option, value in (("--schedule", schedule), ("--html", html)):
             words += [option, str(value)] if value else []
         for case in cases:
             words += ["--case", case]
@@ -144,10 +151,10 @@ def outcome(fault: Fault, code: int, made: dict[str, Any], text: str) -> KernelO
 
 def run(fault: Fault, html: Path | None = None) -> KernelOutcome:
     """The fault on its golden, on the sm_90 GPU."""
-    return outcome(fault, *verify(fault.edits, [fault.case_id], fault.schedule, None, html))
+    return outcome(fault, *verify(fault.edits, [fault.case_id], fault.schedule, html))
 
 
 def sound(faults: Sequence[Fault]) -> str:
     """Empty if the kernels without a fault pass the faults' goldens, else what they say."""
-    code, _, text = verify((), dict.fromkeys(f.case_id for f in faults), None, None)
+    code, _, text = verify((), dict.fromkeys(f.case_id for f in faults), None)
     return "" if code == 0 else text

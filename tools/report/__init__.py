@@ -4,13 +4,14 @@ from tools.report.changes import Change, against
 from tools.report.document import FORMAT, to_json
 from tools.report.html import to_html
 from tools.report.result import COLUMNS, EXACT_MODEL, OURS, Result, details, rows, summary
-from tools.report.text import to_markdown, to_table
+from tools.report.text import UNLIMITED, to_markdown, to_table
 
 __all__ = [
     "COLUMNS",
     "EXACT_MODEL",
     "FORMAT",
     "OURS",
+    "UNLIMITED",
     "Change",
     "Result",
     "against",
