@@ -3,9 +3,10 @@
 By default the fastest rung; without a schedule a rung's fastest, so ``k6/wgmma128 k6/wgmma176`` compares tiles.
 Two widths, with and without a mask, three lengths; 2048 features (heads · d) and 16384 tokens in all, bf16. A causal
 call counts half the operations, 2 · B · H · N² · d of the full 4. Each is timed by replays of a CUDA graph of some
-calls, so that nobody's host side counts. Beside ours: torch SDPA with cuDNN's and with FlashAttention's backend, and
-FlashAttention-4 where ``flash_attn.cute`` can be imported. After timing each output is compared with cuDNN's: a launch
-that failed must not look fast. ``--json`` keeps the figures for ``tools.plot_fmha``.
+calls, so that nobody's host side counts, in turns, so that all find the GPU equally warm. Beside ours: torch SDPA with
+cuDNN's and with FlashAttention's backend, and FlashAttention-4 where ``flash_attn.cute`` can be imported. After timing
+each output is compared with cuDNN's: a launch that failed must not look fast. ``--json`` keeps the figures for
+``tools.plot_fmha``.
 """
 
 import argparse
@@ -54,14 +55,30 @@ def milliseconds(call: Callable[[], object], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def graph_milliseconds(call: Callable[[], object], launches: int = 10, replays: int = 7) -> float:
-    """Median time of a call among ``launches`` back to back in a CUDA graph, fewer of a slow one."""
+def capture(call: Callable[[], object], launches: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of calls back to back, and how many: ``launches``, fewer of a slow one."""
     launches = max(1, min(launches, int(SLOW_MS / milliseconds(call, 1))))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(launches):
             call()
+    return graph, launches
+
+
+def graph_milliseconds(call: Callable[[], object], launches: int = 10, replays: int = 7) -> float:
+    """Median time of a call among ``launches`` back to back in a CUDA graph."""
+    graph, launches = capture(call, launches)
     return milliseconds(graph.replay, replays) / launches
+
+
+def in_turns(calls: dict[str, Call], launches: int = 10, replays: int = 7) -> dict[str, float]:
+    """``graph_milliseconds`` of each, replayed in turns: a GPU that grows warm and slows down does so for all alike."""
+    graphs = {name: capture(call, launches) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(replays):
+        for name, (graph, count) in graphs.items():
+            times[name].append(milliseconds(graph.replay, 1) / count)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def tensors(d: int, n: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,7 +126,7 @@ def measure(d: int, causal: bool, n: int, rungs: list[str]) -> dict[str, float]:
     q, k, v = tensors(d, n)
     calls = peers(q, k, v, causal) | {rung: ours(rung, q, k, v, causal) for rung in rungs}
     operations = 4 * TOKENS * FEATURES * n / (2 if causal else 1)
-    speeds = {name: operations / graph_milliseconds(call) / 1e9 for name, call in calls.items()}
+    speeds = {name: operations / time / 1e9 for name, time in in_turns(calls).items()}
     want = calls[PEER]().float()
     for name, call in calls.items():
         error = float((call().float() - want).norm() / want.norm())
@@ -125,7 +142,7 @@ def check(rungs: list[str]) -> None:
     try:
         for rung in rungs:
             name, _, schedule = rung.partition("/")
-            fmha.resolve(name, schedule or None, 64, False)
+            fmha.resolve(name, schedule or None)
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

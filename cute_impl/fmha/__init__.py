@@ -25,7 +25,7 @@ from cute_impl.fmha.problem import Config
 SCALAR = {"k2": k2, "k3": k3}
 TENSOR_CORE: dict[str, Any] = {"k4": K4, "k5": K5, "k6": K6}
 RUNGS = (*SCALAR, *TENSOR_CORE)  # slowest first
-SCHEDULES = ("k2", "wgmma128", "wgmma176")
+SCHEDULES = ("k2", "wgmma128", "wgmma176")  # of a rung the fastest first
 
 
 def attention(
@@ -50,11 +50,11 @@ def attention(
     query i sees key j if j ≤ i + Nk − Nq; a row that sees no key has o = 0, lse = −inf. scale: fp32(1/√d) unless given.
     lse: [B·H, N], [B, H, N] or [H, ΣN]. rung: one of ``RUNGS``, by default the fastest that has the schedule; k2 and k3
     take [B·H, N, d] of one shape, N a multiple of 64, and make no lse. schedule: one of ``SCHEDULES``, by default the
-    rung's fastest. ValueError names the argument that is not supported, RuntimeError a missing GPU.
+    rung's first. ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
     checks.tensors(q, k, v)
     checks.numbers(causal, scale)
-    rung, schedule = resolve(rung, schedule, q.shape[-1], causal)
+    rung, schedule = resolve(rung, schedule)
     checks.offsets(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     if rung in SCALAR:
         checks.scalar_rung(rung, q, k, cu_seqlens_q is not None, return_lse)
@@ -74,7 +74,7 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def resolve(rung: str | None, schedule: str | None, d: int, causal: bool) -> tuple[str, str]:
+def resolve(rung: str | None, schedule: str | None) -> tuple[str, str]:
     """The rung and the schedule of a call that names both, one or none. ValueError if they do not go together."""
     if rung is not None and rung not in RUNGS:
         raise ValueError(f"rung: got {rung!r}, allowed are {', '.join(RUNGS)}")
@@ -83,10 +83,9 @@ def resolve(rung: str | None, schedule: str | None, d: int, causal: bool) -> tup
     if rung is None:
         rung = "k2" if schedule == "k2" else RUNGS[-1]
     allowed = SCHEDULES[:1] if rung in SCALAR else SCHEDULES[1:]
-    fastest = "k2" if rung in SCALAR else f"wgmma{TENSOR_CORE[rung].keys(d, causal)}"
     if schedule is not None and schedule not in allowed:
         raise ValueError(f"schedule: got {schedule!r}, rung {rung} has {', '.join(allowed)}")
-    return rung, schedule or fastest
+    return rung, schedule or allowed[0]
 
 
 def run(
@@ -102,7 +101,7 @@ def run(
     causal, scale = params.get("causal", False), params.get("scale")
     checks.tensors(q, k, v)
     checks.numbers(causal, scale)
-    rung, schedule = resolve(rung, schedule, q.shape[-1], causal)
+    rung, schedule = resolve(rung, schedule)
     options: dict[str, Any] = {}
     packed = "cu_seqlens_q" in inputs
     if packed:

@@ -24,17 +24,12 @@ from cute_impl.fmha.values import clear_values
 from cute_impl.fmha.warpgroup import Products, copies, rows_of, tile_layout, tiles_of
 
 BARRIERS = Q, K, V = 0, 1, 2
-ROWS, KEYS = 128, 128
+ROWS = 128
 
 
 class K4:
     def __init__(self, config: Config):
         self.config = config
-
-    @staticmethod
-    def keys(d: int, causal: bool) -> int:
-        """The fastest tile's keys."""
-        return KEYS
 
     @staticmethod
     def smem_bytes(config: Config) -> int:
@@ -76,7 +71,7 @@ class K4:
         smem = SmemAllocator()
         sQ, sK, sV = [
             smem.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
-            for layout in (tile_layout(config.rows, config.d), *[tile_layout(config.keys, config.d, 1)] * 2)
+            for layout in (tile_layout(rows, config.d, 1) for rows in (config.rows, config.keys, config.keys))
         ]
         barriers = smem.allocate_array(Int64, len(BARRIERS), byte_alignment=8)
         if tile * config.rows < sequence.n_q:
@@ -166,5 +161,4 @@ class K4:
             size = cutlass.const_expr(self.config.q_bytes if which == Q else self.config.tile_bytes)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(barriers + which, size)
-            target = shared if cutlass.const_expr(which == Q) else shared[None, 0]
-            cute.copy(atoms[which], source[None, tile], target, tma_bar_ptr=barriers + which)
+            cute.copy(atoms[which], source[None, tile], shared[None, 0], tma_bar_ptr=barriers + which)

@@ -31,11 +31,6 @@ class K5:
         self.config = config
 
     @staticmethod
-    def keys(d: int, causal: bool) -> int:
-        """The fastest tile's keys."""
-        return 176 if d == 128 and not causal else 128
-
-    @staticmethod
     def smem_bytes(config: Config) -> int:
         return ring.smem_bytes(config)
 

@@ -11,7 +11,8 @@ query rows after another, heavy ones first (``work``); loads of the next run bes
                    O += P i − 1 · V i − 1; waits for S i, leaves K i; mask, softmax; waits for O, leaves V i − 1;
                    O times α, P i. At last O += P · V of the last tile
 
-Threads, registers and shared memory are k5's, and 16 bytes that say where the item lies.
+Threads, registers and shared memory are k5's, a second stage of Q where it fits, so that the next item's is there in
+time, and 16 bytes beside each that say where its item lies.
 """
 
 import cutlass
@@ -25,7 +26,7 @@ from cute_impl.fmha import ring
 from cute_impl.fmha.k5 import K5
 from cute_impl.fmha.problem import WARPGROUP, Config, Fixed, Operands, Sequence
 from cute_impl.fmha.ring import LOADER_REGISTERS, MULTIPLIER_REGISTERS, WARP, Buffers, Share
-from cute_impl.fmha.softmax import Softmax, mask, pack, rescale
+from cute_impl.fmha.softmax import Softmax, mask, pack, rescale_if, some_grown
 from cute_impl.fmha.store import store
 from cute_impl.fmha.values import clear_values
 from cute_impl.fmha.warpgroup import Products, copies, rows_of
@@ -62,15 +63,19 @@ class Turns(Fixed):
 
 
 class K6:
-    keys = staticmethod(K5.keys)
     configure = staticmethod(K5.configure)
 
     def __init__(self, config: Config):
         self.config = config
 
     @staticmethod
+    def q_stages(config: Config) -> int:
+        """Two where they fit."""
+        return 2 if ring.smem_bytes(config, 2) + 2 * SLOT_BYTES <= ring.SMEM_BYTES else 1
+
+    @staticmethod
     def smem_bytes(config: Config) -> int:
-        return ring.smem_bytes(config) + SLOT_BYTES
+        return ring.smem_bytes(config, K6.q_stages(config)) + K6.q_stages(config) * SLOT_BYTES
 
     @cute.jit
     def __call__(
@@ -112,8 +117,9 @@ class K6:
         config = self.config
         operands = Operands(config, addresses, extents, strides)
         smem = SmemAllocator()
-        buffers = Buffers(config, smem)
-        slot = smem.allocate_array(Int32, SLOT_BYTES // 4, byte_alignment=16).toint()
+        q_stages = self.q_stages(config)
+        buffers = Buffers(config, smem, q_stages)
+        slot = smem.allocate(q_stages * SLOT_BYTES, byte_alignment=16).toint()
         index = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARPGROUP)
         buffers.initialise()
         if index == config.warpgroups:
@@ -157,17 +163,20 @@ class K6:
             item = work.answer(following)
         self.announce(buffers, slot, q_use, Int32(-1), Int32(0), Int32(0))
         with cute.arch.elect_one():
-            ptx.mbarrier_arrive(buffers.q.full.toint())
+            ptx.mbarrier_arrive((buffers.q.full + buffers.q.stage(q_use)).toint())
 
     def announce(self, buffers: Buffers, slot: Int32, use: Int32, tile: Int32, head: Int32, batch: Int32):
         """Write where an item lies, to be read when its Q has arrived."""
         buffers.q.wait_empty(use)
         with cute.arch.elect_one():
-            ptx.st_v4("shared", slot, [tile, head, batch, Int32(0)])
+            ptx.st_v4("shared", slot + buffers.q.stage(use) * SLOT_BYTES, [tile, head, batch, Int32(0)])
 
-    def announced(self, slot: Int32) -> list[Int32]:
-        """Tile, head and sequence of the item."""
-        return [cute.arch.make_warp_uniform(word) for word in ptx.ld_v4("shared", slot)[:3]]
+    def announced(self, buffers: Buffers, slot: Int32, use: Int32) -> list[Int32]:
+        """Tile, head and sequence of the item, once its Q has arrived."""
+        buffers.q.wait_full(use)
+        words = ptx.ld_v4("shared", slot + buffers.q.stage(use) * SLOT_BYTES)
+        cute.arch.sync_warp()  # all lanes have read before one of them leaves Q
+        return [cute.arch.make_warp_uniform(word) for word in words[:3]]
 
     @cute.jit
     def multiply(
@@ -185,12 +194,11 @@ class K6:
         softmax = Softmax(c, scale)
         turns.begin()
         q_use, kv_use = Int32(0), Int32(0)
-        buffers.q.wait_full(q_use)
-        tile, head, batch = self.announced(slot)
+        tile, head, batch = self.announced(buffers, slot, q_use)
         while tile >= 0:
             sequence = Sequence(operands, batch)
             share = Share(sequence, tile, index)
-            self.attend(buffers, turns, products, softmax, sequence, share, tile, index, kv_use)
+            self.attend(buffers, turns, products, softmax, sequence, share, tile, index, q_use, kv_use)
             buffers.q.release(q_use)
             if share.own > 0:
                 last = kv_use + share.key_tiles - 1
@@ -201,8 +209,7 @@ class K6:
             store(operands, sequence, softmax, products.rO, tile, index, head)
             q_use += 1
             kv_use += share.key_tiles
-            buffers.q.wait_full(q_use)
-            tile, head, batch = self.announced(slot)
+            tile, head, batch = self.announced(buffers, slot, q_use)
         turns.end()
 
     @cute.jit
@@ -216,10 +223,12 @@ class K6:
         share: cutlass.Constexpr,
         tile: Int32,
         index: Int32,
+        q_use: Int32,
         kv_use: Int32,
     ):
         """An item up to the last tile's weights. kv_use: the use of K and V with which it begins."""
         config = self.config
+        q_stage = buffers.q.stage(q_use)
         softmax.reset()
         products.rO.fill(0.0)
         rows = [tile * config.rows + row for row in rows_of(index)]
@@ -235,7 +244,7 @@ class K6:
             key_tile = share.own - 1
             buffers.k.wait_full(start)
             turns.wait()
-            products.scores(buffers.k.stage(start))
+            products.scores(buffers.k.stage(start), q_stage)
             turns.give()
             warpgroup.wait_group(0)
             buffers.k.release(start)
@@ -251,18 +260,18 @@ class K6:
             if cutlass.const_expr(config.causal):
                 masked = cutlass.max(key_tile - share.masked_from, 0)
                 for i in cutlass.range(masked, unroll=1):
-                    self.overlap(buffers, turns, products, softmax, start + 1 + i)
+                    self.overlap(buffers, turns, products, q_stage, start + 1 + i)
                     first_key = (key_tile - 1 - i) * config.keys
                     self.finish(buffers, products, softmax, start + 1 + i, (sequence, rows, first_key))
             for i in cutlass.range(masked, key_tile, unroll=1):
-                self.overlap(buffers, turns, products, softmax, start + 1 + i)
+                self.overlap(buffers, turns, products, q_stage, start + 1 + i)
                 self.finish(buffers, products, softmax, start + 1 + i, None)
 
-    def overlap(self, buffers: Buffers, turns: Turns, products: Products, softmax: Softmax, use: Int32):
+    def overlap(self, buffers: Buffers, turns: Turns, products: Products, q_stage: Int32, use: Int32):
         """Begin S of a tile and O of the one before; S is there."""
         buffers.k.wait_full(use)
         turns.wait()
-        products.scores(buffers.k.stage(use))
+        products.scores(buffers.k.stage(use), q_stage)
         buffers.v.wait_full(use - 1)
         products.add_values(buffers.v.stage(use - 1))
         turns.give()
@@ -274,9 +283,10 @@ class K6:
         if masked:
             mask(products.rS, *masked)
         alphas = softmax.step(products.rS)
+        grown = some_grown(alphas)
         # Passed before, and passed at once: ptxas moves the softmax behind the next line, but not across a branch.
         buffers.v.wait_full(use - 1)
         warpgroup.wait_group(0)
         buffers.v.release(use - 1)
-        rescale(products.rO, alphas)
+        rescale_if(grown, products.rO, alphas)
         pack(products.rS, products.rP)

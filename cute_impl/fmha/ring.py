@@ -24,9 +24,9 @@ def stages(config: Config) -> int:
     return 1 << (fit.bit_length() - 1)
 
 
-def smem_bytes(config: Config) -> int:
-    """Q, the stages of K and V, and two mbarriers each."""
-    return config.q_bytes + 2 * stages(config) * config.tile_bytes + 16 * (1 + 2 * stages(config))
+def smem_bytes(config: Config, q_stages: int = 1) -> int:
+    """The stages of Q, K and V, and two mbarriers each."""
+    return q_stages * (config.q_bytes + 16) + 2 * stages(config) * (config.tile_bytes + 16)
 
 
 class Ring(Fixed):
@@ -68,24 +68,23 @@ class Ring(Fixed):
         self.wait_empty(use)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, self.size)
-        target = shared if cute.rank(shared) == 1 else shared[None, self.stage(use)]
-        cute.copy(atom, source[None, tile], target, tma_bar_ptr=full)
+        cute.copy(atom, source[None, tile], shared[None, self.stage(use)], tma_bar_ptr=full)
 
 
 class Buffers(Fixed):
-    """A CTA's shared memory: sQ (rows, d), sK and sV (keys, d, stages), and their rings."""
+    """A CTA's shared memory: sQ (rows, d, q_stages), sK and sV (keys, d, stages), and their rings."""
 
-    def __init__(self, config: Config, smem: SmemAllocator):
+    def __init__(self, config: Config, smem: SmemAllocator, q_stages: int = 1):
         count, readers = stages(config), config.warpgroups * WARPGROUP // WARP
-        layouts = tile_layout(config.rows, config.d), *[tile_layout(config.keys, config.d, count)] * 2
+        layouts = tile_layout(config.rows, config.d, q_stages), *[tile_layout(config.keys, config.d, count)] * 2
         self.sQ, self.sK, self.sV = [
             smem.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for layout in layouts
         ]
-        barriers = smem.allocate_array(Int64, 2 * (1 + 2 * count), byte_alignment=8)
-        self.q = Ring(barriers, 1, readers, config.q_bytes)
-        self.k = Ring(barriers + 2, count, readers, config.tile_bytes)
-        self.v = Ring(barriers + 2 + 2 * count, count, readers, config.tile_bytes)
+        barriers = smem.allocate_array(Int64, 2 * (q_stages + 2 * count), byte_alignment=8)
+        self.q = Ring(barriers, q_stages, readers, config.q_bytes)
+        self.k = Ring(barriers + 2 * q_stages, count, readers, config.tile_bytes)
+        self.v = Ring(barriers + 2 * (q_stages + count), count, readers, config.tile_bytes)
 
     @cute.jit
     def initialise(self):

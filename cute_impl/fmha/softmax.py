@@ -6,7 +6,7 @@ Schedules ``wgmma``: every rounding is spelled, ``reference.fmha`` states the sa
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cutlass_dsl import select_
 
 from cute_impl import ptx
@@ -85,6 +85,17 @@ def rescale(rO: cute.Tensor, factors: list):
     """O of each row times its factor."""
     for i in range(cute.size(rO)):
         rO[i] = mul_rn(rO[i], factors[row_of(i)])
+
+
+def some_grown(factors: list) -> Boolean:
+    """Whether some row of the warp has a greater maximum than before; if not, O · α is O, bit for bit."""
+    return cute.arch.vote_any_sync(cutlass.or_(factors[0] != 1.0, factors[1] != 1.0))
+
+
+@cute.jit
+def rescale_if(condition: Boolean, rO: cute.Tensor, factors: list):
+    if condition:
+        rescale(rO, factors)
 
 
 def pack(rS: cute.Tensor, rP: cute.Tensor):

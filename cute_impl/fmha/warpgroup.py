@@ -47,7 +47,7 @@ def tiles_of(atom: cute.CopyAtom, mX: cute.Tensor, sX: cute.Tensor, rows: int, s
 class Products(Fixed):
     """S = Q · Kᵀ and O += P · V of one warpgroup's 64 rows; its registers S, P and O.
 
-    sQ (rows, d), sK and sV (keys, d, stages).
+    sQ (rows, d, stages), sK and sV (keys, d, stages).
     """
 
     def __init__(self, config: Config, sQ: cute.Tensor, sK: cute.Tensor, sV: cute.Tensor, index: Int32):
@@ -80,9 +80,10 @@ class Products(Fixed):
         """Registers in order."""
         return cute.make_tensor(x.iterator, cute.make_layout(cute.size(x)))
 
-    def scores(self, stage: Int32):
+    def scores(self, stage: Int32, q_stage: Int32 | int = 0):
         """Begin S = Q · Kᵀ."""
-        multiply(self.qk, self.acc_s, self.tQ, self.tK[None, None, None, stage], zero=True)
+        q, k = self.tQ[None, None, None, q_stage], self.tK[None, None, None, stage]
+        multiply(self.qk, self.acc_s, q, k, zero=True)
 
     def add_values(self, stage: Int32):
         """Begin O += P · V."""

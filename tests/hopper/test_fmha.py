@@ -283,7 +283,7 @@ def test_worklog_interface(d, causal, gpu):
 @pytest.mark.parametrize("rung", fmha.RUNGS)
 def test_custom_operator(rung, gpu):
     x = normal_inputs(gpu)
-    rung, schedule = fmha.resolve(rung, None, 64, True)
+    rung, schedule = fmha.resolve(rung, None)
     arguments = (x["q"], x["k"], x["v"], True, 0.125, rung, schedule)
     torch.library.opcheck(torch.ops.goldens.fmha, arguments)
     got = torch.ops.goldens.fmha(*arguments)[0]

@@ -39,7 +39,7 @@ def _capturable(kernel: str, schedule: str | None) -> Candidate | None:
             return module.run(inputs, params, schedule)
         q, k, v = (inputs[name].transpose(0, 1) for name in ("q", "k", "v"))
         causal, scale = params["causal"], params["scale"]
-        rung, named = module.resolve(None, schedule, q.shape[-1], causal)
+        rung, named = module.resolve(None, schedule)
         options: dict[str, Any] = {name: inputs[name] for name in ("cu_seqlens_q", "cu_seqlens_k")}
         options["max_seqlen_q"] = q.shape[0]  # an upper bound, which needs no look at the offsets
         o, lse = module.attention(q, k, v, causal, scale, rung, named, return_lse=True, **options)
