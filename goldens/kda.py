@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -217,6 +218,9 @@ OFFSETS: dict[str, tuple[int, ...]] = {
     "empty-i32": (0, 0, 64, 64),
     "nothing": (0, 0, 0),
     "mixed-i32": (0, 300, 300, 341, 853, 854, 1024),
+    "scan": (0, 2, 2, 131),
+    "two-of-70": (0, 70, 140),
+    "scan-i32": (0, 129, 129, 130, 322),
     "six": (0, 1300, 1847, 3895, 4858, 5129, 8192),
 }
 
@@ -259,6 +263,7 @@ def make_case(
     regenerated: tuple[str, ...] = (),
     committed: bool = True,
     seed: int = 0,
+    schedules: tuple[str, ...] = ("chunk16",),
 ) -> Case:
     """A case by its sizes, the recipe of its values, its offsets, and the types of its first and last state."""
     parts = [f"t{tokens}", f"h{heads}" if heads != 1 else "", f"b{batch}" if batch != 1 else ""]
@@ -276,7 +281,7 @@ def make_case(
         params={"scale": scale, "lower_bound": lower_bound, "final_state": final},
         recipe=f"{values}@{offsets}@{state}",
         seed=seed,
-        schedules=("chunk16",),
+        schedules=schedules,
         committed=committed,
         exact_only=_exact_only(values, tokens, lower_bound),
         regenerated=regenerated,
@@ -288,12 +293,13 @@ _ROWS = ("q", "k", "v", "g")
 _BOTH = (*_ROWS, *_STATE)
 
 
+_SCAN64, _SCAN512 = ("chunk16_scan64",), ("chunk16_scan512",)
 _ACCUMULATES = "what does not decay keeps every chunk's error: in the worst case more than there is to output"
 
 
 def _exact_only(values: str, tokens: int, lower_bound: float) -> str | None:
     """Why the model is no judge: the recipe says so, or the derived bound is beyond the outputs."""
-    lasting = lower_bound == 0 or values in ("repeated", "collinear", "bound-beside-none", "still")
+    lasting = abs(lower_bound) < 0.1 or values in ("repeated", "collinear", "bound-beside-none", "still")
     return RECIPES[values].exact_only or (_ACCUMULATES if lasting and tokens > 2 * CHUNK else None)
 
 
@@ -327,8 +333,8 @@ _CASES = (
     make_case(6, 1, "faint", regenerated=_ROWS),
     # Seeds that tell eps from the fp32 number above it; scale times the root of the norm from scale times the normed;
     # substitution in fp32 from one in fp64.
-    *(make_case(4, 1, "faint", seed=seed, regenerated=_ROWS) for seed in (1021, 1194)),
-    make_case(12, 1, "collinear", seed=116, regenerated=_ROWS),
+    *(make_case(4, 1, "faint", seed=seed, regenerated=_ROWS) for seed in (1771, 1664)),
+    make_case(12, 1, "collinear", seed=2219, regenerated=_ROWS),
     make_case(1, 1, "whispering", state="bf16", scale=1.5, regenerated=_BOTH),
     make_case(1, 1, "subnormal", scale=2.0**-20, regenerated=_ROWS),  # sums below the least fp32
     make_case(7, 1, "zeros", regenerated=_ROWS),
@@ -337,8 +343,10 @@ _CASES = (
     make_case(9, 1, "wide", regenerated=_ROWS),
     make_case(21, 1, "nan", "thirds", regenerated=_ROWS),
     make_case(3, 1, "inf-state", state="fp32", regenerated=_STATE),
+    # Three segments of 64 tokens, the last of one, behind a short sequence and an empty one; a decay that leaves much.
+    make_case(131, 1, "normal", "scan", state="bf16", lower_bound=-0.0625, regenerated=_BOTH, schedules=_SCAN64),
     # On demand: every recipe over several chunks with states of either type.
-    *(_large(100, 2, values, state="fp32", final="fp32") for values in RECIPES),
+    *(_large(100, 2, values, state="fp32", final="fp32", schedules=("chunk16", *_SCAN64)) for values in RECIPES),
     *(_large(77, 2, values, state="bf16", final="bf16", batch=2, lower_bound=-1.0) for values in RECIPES),
     _large(64, 2, "normal", "empty-i32", state="fp32", final="fp32"),
     _large(0, 2, "normal", "nothing", state="fp32", final="fp32"),
@@ -353,6 +361,15 @@ _CASES = (
     _large(8192, 1, "normal", "six", state="bf16", final="bf16"),
     _large(4096, 1, "repeated", final="fp32"),
     _large(16384, 1, "repeated", final="fp32"),
+    # Segments: NaN in the second of two sequences; every kind of state; lengths about whole segments.
+    _large(140, 1, "nan", "two-of-70", state="bf16", final="bf16", lower_bound=-0.0625, schedules=_SCAN64),
+    _large(322, 2, "normal", "scan-i32", state="bf16", final="bf16", lower_bound=-0.0625, schedules=_SCAN64),
+    _large(193, 1, "normal", batch=2, final="fp32", lower_bound=-0.0625, schedules=_SCAN64),
+    _large(512, 1, "normal", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
+    _large(513, 2, "normal", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
+    _large(1024, 1, "normal", lower_bound=-0.0078125, final="bf16", schedules=_SCAN512),
+    _large(1300, 1, "bound-beside-none", state="bf16", final="bf16", schedules=_SCAN512),
+    _large(2048, 1, "repeated", state="fp32", final="fp32", schedules=_SCAN512),
 )
 
 
@@ -372,8 +389,8 @@ _CASES = (
 #         bound (chunk16: log2e itself and its product too)
 #   b:    of sigmoid as for the gate, of its argument 1 (chunk16: 2, log2e itself and the product)
 #   mma:  one cuts 17 terms to multiples of 2^(E − 25) and the sum to fp32: 17/2 + 2 units of Σ|terms|
-# With T = (I + L)⁻¹ diag(b), M = (I + L)⁻¹ and X = |M|·|δL|, an error of L moves T by at most (I − X)⁻¹ X |T|, whatever
-# its size, as X is strictly lower triangular. Substitution itself is a relative error of 17 units in L and b.
+# With T = (I + L)⁻¹ and X = |T|·|δL|, an error of L moves T by at most (I − X)⁻¹ X |T|, whatever its size, as X is
+# strictly lower triangular. Substitution itself is a relative error of 17 units in L; T's diagonal is exactly 1.
 
 _U, _B = 2.0**-24, 2.0**-8
 _LEAST, _LEAST_BF16, _SMALLEST_NORMAL = 2.0**-149, 2.0**-134, 2.0**-126
@@ -469,6 +486,12 @@ def _chunked(x: Tensor) -> Tensor:
 
 def _chunk16_bound(sequence: _Activated, state: Tensor) -> tuple[Tensor, Tensor]:
     """Bounds on out [T, H, V] and on the rows of the last state [H, V], from the first state [H, V, K]."""
+    out, error, _ = _chunks_bound(sequence, state, torch.zeros(state.shape[:2], dtype=torch.float64))
+    return 1.01 * out, 1.01 * error
+
+
+def _chunks_bound(sequence: _Activated, state: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, not enlarged, from a first state whose rows have an error [H, V]; and the oracle's last state."""
     norm = _NORM["chunk16"] * _U
     x = _Activated(*(_chunked(y) for y in sequence))
     total = x.gate.cumsum(2)
@@ -476,36 +499,39 @@ def _chunk16_bound(sequence: _Activated, state: Tensor) -> tuple[Tensor, Tensor]
     end, end_off = total[:, :, -1:], off[:, :, -1:]
     k_up, q_up, k_down, k_end = x.k * total.exp(), x.q * total.exp(), x.k * (-total).exp(), x.k * (end - total).exp()
     bars = [y.abs() for y in (k_up, q_up, k_down, k_end)]
-    errors = [_to_bf16(bar, bar * (norm + off) + _LEAST) for bar in bars[:3]]
+    errors = [_to_bf16(bar, bar * (norm + off) + _LEAST) for bar in bars[:2]]
+    errors.append(_to_two_parts(bars[2], bars[2] * (norm + off) + _LEAST))
     errors.append(_to_two_parts(bars[3], bars[3] * (norm + off + end_off) + _LEAST * end.exp()))
 
     lower = (x.b[..., None] * (k_up @ k_down.transpose(-1, -2))).tril(-1)
     bar = (k_up @ k_down.transpose(-1, -2)).abs()
-    bar_error = _product(bars[0], errors[0], bars[2], errors[2], 8)
+    bar_error = _product(bars[0], errors[0], bars[2], errors[2], 16)
     lower_error = (x.b + x.b_error)[..., None] * bar_error + x.b_error[..., None] * bar + _LEAST
     lower_error = (lower_error + 18 * _U * (lower.abs() + lower_error)).tril(-1)
     identity = torch.eye(CHUNK, dtype=torch.float64)
-    inverse = torch.linalg.solve_triangular(identity + lower, identity.expand_as(lower), upper=False)
-    t = inverse * x.b[..., None, :]
-    moved = inverse.abs() @ lower_error  # X
-    b_error = inverse.abs() * (x.b_error + 18 * _U * x.b)[..., None, :]
-    t_error = torch.linalg.solve_triangular(identity - moved, moved @ t.abs() + b_error, upper=False)
-    t_error = _to_bf16(t.abs(), t_error).tril()
+    t = torch.linalg.solve_triangular(identity + lower, identity.expand_as(lower), upper=False)
+    moved = t.abs() @ lower_error  # X
+    t_error = torch.linalg.solve_triangular(identity - moved, moved @ t.abs(), upper=False)
+    t_error = _to_bf16(t.abs(), t_error).tril(-1)
     p = (q_up @ k_down.transpose(-1, -2)).tril()
-    p_error = _to_bf16(p.abs(), _product(bars[1], errors[1], bars[2], errors[2], 8)).tril()
+    p_error = _to_bf16(p.abs(), _product(bars[1], errors[1], bars[2], errors[2], 16)).tril()
 
     largest = x.gate.amax(-1).cumsum(2).exp()  # [chunks, H, 16]
-    k_length, u_length, q_length = (torch.linalg.vector_norm(y, dim=-1) for y in (k_up, t @ k_up, x.q))
-    error = torch.zeros(state.shape[:2], dtype=torch.float64)
+    b_k_up = x.b[..., None] * k_up
+    k_length, u_length, q_length = (torch.linalg.vector_norm(y, dim=-1) for y in (k_up, t @ b_k_up, x.q))
     out = []
     for c in range(len(total)):
         far = error[..., None]
         bar_s = state.abs()
-        r = x.v[c].transpose(-1, -2) - state @ k_up[c].transpose(-1, -2)  # [H, V, 16]
+        rest = x.v[c].transpose(-1, -2) - state @ k_up[c].transpose(-1, -2)  # [H, V, 16]
+        b, b_error = x.b[c][:, None], x.b_error[c][:, None]
+        r = b * rest
         u = r @ t[c].transpose(-1, -2)
-        bar_r, bar_u = r.abs() + far * k_length[c][:, None], u.abs() + far * u_length[c][:, None]
-        r_error = _state_product(bar_s, far, bars[0][c], errors[0][c], 9)
-        r_error = _to_bf16(bar_r, r_error + 2 * _U * bar_r)
+        bar_rest, bar_u = rest.abs() + far * k_length[c][:, None], u.abs() + far * u_length[c][:, None]
+        rest_error = _state_product(bar_s, far, bars[0][c], errors[0][c], 9) + 2 * _U * bar_rest
+        bar_r = b * bar_rest
+        r_error = (b + b_error) * rest_error + b_error * bar_rest
+        r_error = _to_bf16(bar_r, r_error + 2 * _U * (bar_r + r_error) + _LEAST)
         u_error = _to_bf16(bar_u, _product(bar_r, r_error, t[c].abs(), t_error[c], 1))
         o_error = _state_product(bar_s, far, bars[1][c], errors[1][c], 9)
         o_error = o_error + _product(bar_u, u_error, p[c].abs(), p_error[c], 1)
@@ -516,10 +542,49 @@ def _chunk16_bound(sequence: _Activated, state: Tensor) -> tuple[Tensor, Tensor]
         state = state * end[c].exp() + u @ k_end[c]
         error = largest[c][:, -1:] * error + torch.linalg.vector_norm(own, dim=-1)
     errors_out = torch.cat(out)[: len(sequence.v)] if out else sequence.v
-    return 1.01 * errors_out, 1.01 * error
+    return errors_out, error, state
 
 
-_BOUNDS = {"model": _model_bound, "chunk16": _chunk16_bound}
+def _scan_bound(sequence: _Activated, state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
+    """As ``_chunk16_bound``, for a scan over segments.
+
+    With errors (2-norms of rows over K) e of S, c of C and m of M, S · M + C errs by d · e, d being the segment's
+    product of largest decays, by Σ_k |S_k| m_k + e · |m|, by c, and by what 128 roundings of Σ|S_k||M_k| + |C| add.
+    S, M and C themselves are the oracle's.
+    """
+    first = torch.zeros(state.shape[:2], dtype=torch.float64)
+    outs = []
+    for begin in range(0, max(len(sequence.v), 1), segment):
+        part = _Activated(*(x[begin : begin + segment] for x in sequence))
+        out, error, last = _chunks_bound(part, state, first)
+        outs.append(out)
+        if begin + segment < len(sequence.v):
+            first = _carried_error(part, state, first)
+            state = last
+    return 1.01 * torch.cat(outs), 1.01 * error
+
+
+def _carried_error(part: _Activated, state: Tensor, error: Tensor) -> Tensor:
+    """Of the rows of S · M + C [H, V], from the oracle's S and its error."""
+    none = torch.zeros_like(error)
+    _, c_error, c = _chunks_bound(part, torch.zeros_like(state), none)
+    _, m_error, m = _chunks_bound(
+        part._replace(v=torch.zeros_like(part.v)), torch.eye(D).to(state).expand_as(state), none
+    )
+    c_error, m_error = 1.01 * c_error, 1.01 * m_error
+    decay = part.gate.amax(-1).sum(0).exp()[:, None]
+    m_all = torch.linalg.vector_norm(m, dim=-1) + m_error
+    products = (state.abs() @ m_all[..., None])[..., 0] + error * torch.linalg.vector_norm(m_all, dim=-1, keepdim=True)
+    rounded = D * _U * (products + torch.linalg.vector_norm(c, dim=-1) + c_error) + D * D * _LEAST
+    moved = (state.abs() @ m_error[..., None])[..., 0] + error * torch.linalg.vector_norm(m_error, dim=-1, keepdim=True)
+    return 1.01 * (decay * error + moved + c_error + rounded)
+
+
+_BOUNDS: dict[str, Callable[[_Activated, Tensor], tuple[Tensor, Tensor]]] = {
+    "model": _model_bound,
+    "chunk16": _chunk16_bound,
+    **{f"chunk16_scan{segment}": partial(_scan_bound, segment=segment) for segment in reference.SEGMENTS},
+}
 
 
 def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
@@ -540,7 +605,7 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
 
 
 def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> dict[str, int]:
-    """Sequence, head, chunk, slab of 16 rows of V (a consumer warp's), lane and register that made an element.
+    """Sequence, head, chunk, slab of 16 rows of V (a consumer warp has one or two), lane, register of an element.
 
     Lane and register are those of the accumulator of mma.m16n8k16, [V, tokens] for out and [V, K] for the state. All
     are the same whatever the cluster.

@@ -29,6 +29,7 @@ from goldens.case import Case, Kernel, Tensors
 FORMAT = 1
 DATA = Path(__file__).parent / "data"
 MANIFEST = "manifest.json"
+DIGEST_DIGITS = 32
 REMEDY = "`git checkout` restores a committed file, `goldens regenerate --case ID` makes any again"
 
 
@@ -79,10 +80,10 @@ def compute(kernel: Kernel, case: Case) -> Tensors:
 
 
 def digest(x: Tensor) -> str:
-    """SHA-256 of dtype, shape and element bytes."""
+    """SHA-256 of dtype, shape and element bytes: its first half, in hex."""
     head = f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} "
     flat = x.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(head.encode() + flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(head.encode() + flat.view(torch.uint8).numpy().tobytes()).hexdigest()[:DIGEST_DIGITS]
 
 
 def entry(case: Case, tensors: Tensors) -> dict[str, Any]:
@@ -125,8 +126,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def manifest_bytes(entries: dict[str, Any]) -> bytes:
-    """The manifest's file of these entries."""
-    return (json.dumps({"format": FORMAT, "cases": entries}, indent=1, sort_keys=True) + "\n").encode()
+    """The manifest's file of these entries, a case a line."""
+    cases = (f"  {json.dumps(name)}: {json.dumps(entry, sort_keys=True)}" for name, entry in sorted(entries.items()))
+    body = ",\n".join(cases)
+    return f'{{\n "cases": {{\n{body}\n }},\n "format": {FORMAT}\n}}\n'.encode()
 
 
 def write_manifest(entries: dict[str, Any], root: Path = DATA) -> None:

@@ -19,10 +19,12 @@ Per head, with S [V, K], q̂ = q / √(Σq² + 1e-6), k̂ likewise, b = sigmoid(
 
     S ← S · diag(exp γ); S ← S + b (v − S k̂) k̂ᵀ; o = scale · S q̂
 
-The model is this recurrence; the schedule ``chunk16`` is docs/kda.md. A sequence without tokens returns its state.
+The model is this recurrence; the schedules ``chunk16`` and ``chunk16_scan…`` are docs/kda.md. A sequence without tokens
+returns its state.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -45,9 +47,11 @@ LANES = 32
 EPS = 1e-6
 LOG2_E = 1.4426950408889634
 MAX_LOWER_BOUND = 5.0
+SEGMENTS = (64, 512)  # tokens
 STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CPU_PREPARED_ELEMS, CUDA_PREPARED_ELEMS = 1 << 19, 1 << 25  # of one operand, prepared at a time
 
+_BY_TOKEN = ("q", "k", "v", "g", "beta")
 _REQUIRED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 _OPTIONAL = ("initial_state", "cu_seqlens")
 _PARAMS = ("scale", "lower_bound", "final_state")
@@ -278,16 +282,26 @@ def _prepare_part(inputs: Mapping[str, Tensor], params: Params, tokens: Tensor) 
     decay = up[:, :, -1]
     k_up, q_up, k_down = to_bf16(mul_rn(k, up)), to_bf16(mul_rn(q, up)), mul_rn(k, down)  # 5
     k_end = mul_rn(k_down, decay[:, :, None])
-    k_high = to_bf16(k_end)
-    k_low = to_bf16(sub_rn(k_end, k_high.to(torch.float32)))
+    k_low, k_high = _two_parts(k_end)
 
-    k_down = to_bf16(k_down)
+    scored = _by_block(*_two_parts(k_down))
     position = torch.arange(CHUNK, device=q.device)
     before = position[:, None] > position
-    lower = torch.where(before, mul_rn(b[..., None], mma(k_up, k_down)), 0.0)  # 7, 8
-    scores = torch.where(before | (position[:, None] == position), to_bf16(mma(q_up, k_down)), 0.0)
+    lower = torch.where(before, mul_rn(b[..., None], mma(_by_block(k_up, k_up), scored)), 0.0)  # 7, 8
+    scores = torch.where(before | (position[:, None] == position), to_bf16(mma(_by_block(q_up, q_up), scored)), 0.0)
     made = {"k_up": k_up, "q_up": q_up, "k_high": k_high, "k_low": k_low, "decay": decay}
-    return made | {"t": _inverse(lower, b), "p": scores}
+    return made | {"t": _inverse(lower), "b": b, "p": scores}
+
+
+def _two_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The low and the high part in bf16 of fp32."""
+    high = to_bf16(x)
+    return to_bf16(sub_rn(x, high.to(torch.float32))), high
+
+
+def _by_block(first: Tensor, second: Tensor) -> Tensor:
+    """[…, 256] of two […, 128]: 16 channels of the first, the same 16 of the second, …"""
+    return torch.stack([x.unflatten(-1, (-1, CHUNK)) for x in (first, second)], -2).flatten(-3)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -312,10 +326,14 @@ def _running_sums(gate: Tensor) -> Iterator[Tensor]:
         yield total
 
 
-def _inverse(lower: Tensor, b: Tensor) -> Tensor:
-    """T = (I + L)⁻¹ diag(b) by substitution, bf16 […, 16, 16]: row i takes the rows l < i in ascending order."""
-    position = torch.arange(CHUNK, device=b.device)
-    t = torch.where(position[:, None] == position, b[..., None], 0.0)
+def _identity(size: int, device: torch.device) -> Tensor:
+    position = torch.arange(size, device=device)
+    return (position[:, None] == position).to(torch.float32)
+
+
+def _inverse(lower: Tensor) -> Tensor:
+    """T = (I + L)⁻¹ by substitution, bf16 […, 16, 16]: row i takes the rows l < i in ascending order."""
+    t = _identity(CHUNK, lower.device).expand_as(lower).clone()
     for l in range(CHUNK - 1):
         t[..., l + 1 :, :] = fma_rn(-lower[..., l + 1 :, l, None], t[..., l, None, :], t[..., l + 1 :, :])
     return to_bf16(t)
@@ -327,7 +345,8 @@ def _step(state: Tensor, x: Tensors, v: Tensor) -> tuple[Tensor, Tensor]:
     s = to_bf16(state)
     halves = (y.unflatten(-1, (2, -1)).movedim(-2, 0) for y in (s, x["k_up"]))  # [2, n, H, …, 64]
     low, high = mma(*halves)
-    r = to_bf16(sub_rn(v.to(torch.float32).permute(0, 2, 3, 1), add_rn(low, high)))  # 9: [n, H, V, 16]
+    rest = sub_rn(v.to(torch.float32).permute(0, 2, 3, 1), add_rn(low, high))
+    r = to_bf16(mul_rn(x["b"][:, :, None], rest))  # 9: [n, H, V, 16]
     u = to_bf16(mma(r, x["t"]))  # 10
     o = to_bf16(mma(u, x["p"], mma(s, x["q_up"])))  # 11
     return _update(state, u, x), o.permute(0, 3, 1, 2)
@@ -341,4 +360,60 @@ def _update(state: Tensor, u: Tensor, x: Tensors) -> Tensor:
     return state
 
 
-SCHEDULES: dict[str, Callable[[Mapping[str, Tensor], Params], Tensors]] = {"chunk16": _chunk16}
+def _scan(inputs: Mapping[str, Tensor], params: Params, segment: int) -> Tensors:
+    """Schedules ``chunk16_scan…`` of docs/kda.md: chunk16 on segments of so many tokens, and a scan between."""
+    starts = offsets(inputs)
+    edges = [list(range(a, max(b, a + 1), segment)) for a, b in pairwise(starts)]  # a segment if there are no tokens
+    rows = {name: inputs[name].flatten(0, 1)[None] for name in _BY_TOKEN}
+    shared = {name: inputs[name] for name in ("A_log", "dt_bias")}
+    fp32 = dict(params, final_state="fp32")
+    firsts = _first_states(inputs, edges, _operators(rows, shared, fp32, edges, segment))
+
+    ends = torch.tensor([a for own in edges for a in own] + starts[-1:], device=inputs["q"].device)
+    made = _chunk16(rows | shared | {"initial_state": firsts, "cu_seqlens": ends}, fp32)
+    outputs = {"out": made["out"].view(inputs["v"].shape)}
+    if params["final_state"] is not None:
+        last = torch.tensor([len(own) for own in edges], device=ends.device).cumsum(0) - 1
+        state = made["final_state"].index_select(0, last)
+        outputs["final_state"] = to_bf16(state) if params["final_state"] == "bf16" else state
+    return outputs
+
+
+def _operators(
+    rows: Tensors, shared: Tensors, params: Params, edges: list[list[int]], segment: int
+) -> tuple[Tensor, Tensor]:
+    """C and M [n, H, V, K] of all segments that have a successor, sequence after sequence."""
+    device, heads = rows["q"].device, rows["q"].shape[2]
+    begin = torch.tensor([a for own in edges for a in own[:-1]], dtype=torch.int64, device=device)
+    token = (begin[:, None] + torch.arange(segment, device=device)).flatten()
+    part = shared | {name: x[0].index_select(0, token).unflatten(0, (-1, segment)) for name, x in rows.items()}
+    if not len(begin):
+        return (torch.zeros(0, heads, D, D, device=device),) * 2
+    unit = _identity(D, device).expand(len(begin), heads, -1, -1).contiguous()
+    sources = (part, part | {"v": torch.zeros_like(part["v"]), "initial_state": unit})
+    c, m = (_chunk16(x, params)["final_state"] for x in sources)
+    return c, m
+
+
+def _first_states(inputs: Mapping[str, Tensor], edges: list[list[int]], operators: tuple[Tensor, Tensor]) -> Tensor:
+    """S of all segments [n, H, V, K]: a sequence's first state, then S · M + C of the segment before."""
+    state = _first_state(inputs, list(range(len(edges))), torch.float32)
+    counts = torch.tensor([len(own) for own in edges], device=state.device)
+    place = counts.cumsum(0) - counts  # of a sequence's first segment
+    slot = place - torch.arange(len(edges), device=state.device)  # of its first operators: one less a sequence before
+    firsts = torch.empty(sum(map(len, edges)), *state.shape[1:], device=state.device)
+    firsts.index_copy_(0, place, state)
+    for j in range(1, max(map(len, edges))):
+        living = (counts > j).nonzero().squeeze(1)
+        c, m = (x.index_select(0, slot.index_select(0, living) + (j - 1)) for x in operators)
+        before = firsts.index_select(0, place.index_select(0, living) + (j - 1))
+        for k in range(D):
+            c = fma_rn(before[..., k, None], m[..., k, None, :], c)
+        firsts.index_copy_(0, place.index_select(0, living) + j, c)
+    return firsts
+
+
+SCHEDULES: dict[str, Callable[[Mapping[str, Tensor], Params], Tensors]] = {
+    "chunk16": _chunk16,
+    **{f"chunk16_scan{segment}": partial(_scan, segment=segment) for segment in SEGMENTS},
+}

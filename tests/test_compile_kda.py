@@ -14,7 +14,7 @@ import goldens
 from cute_impl import kda as module
 from cute_impl.attn_res import cluster7
 from cute_impl.kda import chunk16, fla, layout, prepare, step
-from cute_impl.kda.chunk16 import CLUSTERS, CONSUMERS, Config
+from cute_impl.kda.chunk16 import CLUSTERS, SLABS, Config
 from cute_impl.kda.layout import CHUNK, D
 from reference import kda as reference
 from tests.warps import LANES, Warps, banks_of
@@ -50,28 +50,42 @@ SOLVE = CHUNK * (CHUNK - 1) // 2
 STATE = 64  # of a lane
 EXPECTED = Counter(
     {
-        # squares, gate, q̂ and q̂⁺, k̂, K⁺, k⁻, Kᵉ; decay of the state; a, bound, beta, r_q, L
-        "mul.rn.f32": PAIRS * (1 + 2 + 2 + 1 + 1 + 1 + 1) + STATE + 2 + 1 + 1 + 1 + 6,
+        # squares, gate, q̂ and q̂⁺, k̂, K⁺, k⁻, Kᵉ; decay of the state; a, bound, beta, r_q, L; R
+        "mul.rn.f32": PAIRS * (1 + 2 + 2 + 1 + 1 + 1 + 1) + STATE + 2 + 1 + 1 + 1 + 6 + 8,
         # g + dt_bias, 1 + …, G but for the first; q's and k's folds; warps, eps; beta; W
         "add.rn.f32": PAIRS * 3 - 2 + 2 * FOLD + 2 + 1 + 8,
-        # Kᵉ's low part; R
-        "sub.rn.f32": PAIRS + 8,
+        # low parts of K⁻ and Kᵉ; R
+        "sub.rn.f32": 2 * PAIRS + 8,
         "fma.rn.f32": PAIRS + SOLVE,
         "ex2.approx.ftz.f32": PAIRS * 3 + 2,
         "rcp.approx.ftz.f32": PAIRS + 1,
         "rsqrt.approx.ftz.f32": 1,
-        # K⁺, Q⁺, K⁻, both parts of Kᵉ; T, P; S_b, R, U, o; the last state
-        "cvt.rn.bf16x2.f32": 5 * CHUNK + 4 + 3 + STATE // 2 + 3 * 4 + STATE // 2,
+        # K⁺, Q⁺, both parts of K⁻ and Kᵉ; T, P; S_b, R, U, o; the last state
+        "cvt.rn.bf16x2.f32": 6 * CHUNK + 4 + 3 + STATE // 2 + 3 * 4 + STATE // 2,
         # κ or π; W, o of S_b, U, o of U, S
-        MMA: 16 + 16 + 16 + 2 + 2 + 32,
+        MMA: 32 + 16 + 16 + 2 + 2 + 32,
+    }
+)
+# What a consumer's second slab of 16 rows of V adds.
+SECOND_SLAB = Counter(
+    {
+        "mul.rn.f32": STATE + 8,
+        "add.rn.f32": 8,
+        "sub.rn.f32": 8,
+        "cvt.rn.bf16x2.f32": STATE // 2 + 3 * 4 + STATE // 2,
+        MMA: 16 + 16 + 2 + 2 + 32,
     }
 )
 
 
+def expected(config):
+    return EXPECTED + SECOND_SLAB if config.slabs == 2 else EXPECTED
+
+
 def test_ptx_spells_every_rounding(variant):
-    _, ptx, *_ = variant
-    found = instructions(ptx)
-    assert {name: found[name] for name in EXPECTED} == dict(EXPECTED)
+    config, ptx, *_ = variant
+    found, want = instructions(ptx), expected(config)
+    assert {name: found[name] for name in want} == dict(want)
 
 
 def test_ptx_has_no_other_float_arithmetic(variant):
@@ -82,15 +96,15 @@ def test_ptx_has_no_other_float_arithmetic(variant):
 
 
 def test_sass_contracts_nothing(variant):
-    *_, text, _ = variant
-    made = machine(text)
-    assert made["FMUL"] == EXPECTED["mul.rn.f32"]
-    assert made["FADD"] == EXPECTED["add.rn.f32"] + EXPECTED["sub.rn.f32"]
-    assert made["FFMA"] == EXPECTED["fma.rn.f32"]
-    assert made["MUFU.EX2"] == EXPECTED["ex2.approx.ftz.f32"]
-    assert made["MUFU.RCP"] == EXPECTED["rcp.approx.ftz.f32"] + 1, "one for the integer division by H"
-    assert made["F2FP.BF16.F32.PACK_AB"] == EXPECTED["cvt.rn.bf16x2.f32"]
-    assert made["HMMA.16816.F32.BF16"] == EXPECTED[MMA]
+    config, _, text, _ = variant
+    made, want = machine(text), expected(config)
+    assert made["FMUL"] == want["mul.rn.f32"]
+    assert made["FADD"] == want["add.rn.f32"] + want["sub.rn.f32"]
+    assert made["FFMA"] == want["fma.rn.f32"]
+    assert made["MUFU.EX2"] == want["ex2.approx.ftz.f32"]
+    assert made["MUFU.RCP"] == want["rcp.approx.ftz.f32"] + 1, "one for the integer division by H"
+    assert made["F2FP.BF16.F32.PACK_AB"] == want["cvt.rn.bf16x2.f32"]
+    assert made["HMMA.16816.F32.BF16"] == want[MMA]
 
 
 def test_nothing_spills(variant):
@@ -98,13 +112,22 @@ def test_nothing_spills(variant):
     assert not re.search(r"\b(LDL|STL)\b", text)
 
 
+def highest_register(text):
+    return max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
+
+
 def test_registers(variant):
-    """What is given to a role with one CTA makes up the register file; else a thread has its share of it."""
+    """With one CTA the roles have together what the launch gives, a multiple of 8 a thread, and whole warpgroups change
+    theirs; else a thread has its share of the register file."""
     config, ptx, text, _ = variant
-    highest = max(int(n) for n in re.findall(r"\bR(\d+)\b", text))
+    highest = highest_register(text)
     if config.cluster == 1:
-        assert 32 * (config.consumers * chunk16.CONSUMER_REGISTERS + 2 * config.teams * chunk16.TEAM_REGISTERS) == 65536
+        launched = 65536 // config.threads // 8 * 8 * config.threads
+        teams = 2 * config.teams
+        assert config.consumers % 4 == teams % 4 == 0
+        assert 32 * (config.consumers * chunk16.CONSUMER_REGISTERS + teams * chunk16.TEAM_REGISTERS) == launched
         assert highest < chunk16.CONSUMER_REGISTERS
+        assert highest_register(text.partition("USETMAXREG.DEALLOC")[2]) < chunk16.TEAM_REGISTERS
         assert ptx.count("setmaxnreg") == 2
     else:
         assert highest < min(255, 65536 // config.threads)
@@ -139,7 +162,8 @@ def test_inputs_are_copied_asynchronously(variant):
     config, ptx, *_ = variant
     found = instructions(ptx)
     by_team = 2 * len(layout.RAW) * layout.OPERAND_BYTES // (16 * prepare.TEAM_THREADS)
-    assert sum(n for name, n in found.items() if name.startswith("cp.async.cg.")) == by_team + config.values
+    by_consumer = config.values * config.slabs
+    assert sum(n for name, n in found.items() if name.startswith("cp.async.cg.")) == by_team + by_consumer
     assert found["cp.async.mbarrier.arrive.noinc.shared::cta.b64"] == 2
 
 
@@ -216,6 +240,13 @@ def test_fragments_of_t_and_decay():
         assert all(torch.equal(x, 16 * block + COLUMN + i // 2 * 8 + i % 2) for i, x in enumerate(got))
 
 
+def test_columns_of_b():
+    warps = Warps(LANES, 4 * CHUNK)
+    warps.st_b32("shared", layout.b_element(LANE % CHUNK), LANE % CHUNK)
+    got = warps.ld_v4("shared", LANE % 4 * 16)
+    assert all(torch.equal(x, COLUMN + i // 2 * 8 + i % 2) for i, x in enumerate(got))
+
+
 def test_no_bank_conflicts():
     """Matrices are read and written 8 rows at a time, which is a phase of 16-byte accesses."""
     rows = [layout.rows_by_16(LANE), layout.rows_by_8(LANE), layout.patch_rows_by_8(LANE)]
@@ -228,8 +259,8 @@ def test_no_bank_conflicts():
 
 def test_parts_lie_side_by_side():
     operands = [layout.K_PLUS, layout.Q_PLUS, layout.K_HIGH, layout.K_LOW]
-    starts = [*operands, layout.T_AT, layout.P_AT, layout.DECAY_AT, layout.STAGE_BYTES]
-    assert [b - a for a, b in pairwise(starts)] == [4096] * 4 + [512] * 3
+    starts = [*operands, layout.T_AT, layout.P_AT, layout.DECAY_AT, layout.B_AT, layout.STAGE_BYTES]
+    assert [b - a for a, b in pairwise(starts)] == [4096] * 4 + [512] * 3 + [256]
     assert all(x % 256 == 0 for x in (*operands, layout.STAGE_BYTES)), "block_of flips bits below 256"
     assert layout.SCRATCH_BYTES == layout.L_AT + CHUNK * layout.L_PITCH
     assert layout.SCRATCH_BYTES % 128 == layout.L_PITCH % 16 == 0
@@ -242,8 +273,9 @@ def test_parts_lie_side_by_side():
 class OnCpu:
     """The kernel of one head and sequence but for its loops, copies and barriers."""
 
-    def __init__(self, x, params, patch):
-        self.x, self.params, self.patch = x, params, patch
+    def __init__(self, x, params, slabs, patch):
+        self.x, self.params, self.slabs, self.patch = x, params, slabs, patch
+        self.consumers = D // (slabs * step.SLAB)
         self.tokens = x["q"].shape[1]
         self.head = 0
 
@@ -285,9 +317,10 @@ class OnCpu:
         heads = self.x["q"].shape[2]
         out, last = torch.empty_like(self.x["v"]), torch.empty(1, heads, D, D)
         first = self.x["initial_state"].float() if "initial_state" in self.x else torch.zeros(1, heads, D, D)
-        thread = torch.arange(CONSUMERS * LANES)
-        row, column = thread // LANES * step.ROWS + thread % LANES // 4, thread % 4 * 2
-        place = [(row + c // 2 * 8, tile * 8 + column + c % 2) for tile in range(step.TILES) for c in range(4)]
+        thread = torch.arange(self.consumers * LANES)
+        row, column = thread // LANES * (self.slabs * step.SLAB) + thread % LANES // 4, thread % 4 * 2
+        first_of_pairs = [divmod(step.place(m, i), D) for m in range(self.slabs) for i in range(step.PAIRS)]
+        place = [(row + r, column + c + i) for r, c in first_of_pairs for i in range(2)]
         for self.head in range(heads):
             state = [first[0, self.head][at] for at in place]
             for chunk in range(-(-self.tokens // CHUNK)):
@@ -299,7 +332,7 @@ class OnCpu:
     def chunk(self, chunk, state, out):
         """A chunk through a team and all consumers; their patches lie side by side."""
         first = layout.STAGE_BYTES + layout.SCRATCH_BYTES
-        team = Warps(2 * LANES, first + CONSUMERS * layout.PATCH_BYTES)
+        team = Warps(2 * LANES, first + D // step.SLAB * layout.PATCH_BYTES)
         self.prepare(team, chunk)
         tokens = range(min(CHUNK, self.tokens - chunk * CHUNK))
         units = {
@@ -311,14 +344,14 @@ class OnCpu:
             if token in tokens:
                 values = self.row("v", chunk * CHUNK + token)[8 * unit : 8 * unit + 8]
                 team.memory[where : where + 16] = values.view(torch.uint8)
-        thread = torch.arange(CONSUMERS * LANES)
+        thread = torch.arange(self.consumers * LANES)
         warp, lane = thread // LANES, thread % LANES
-        patches = first + warp * layout.PATCH_BYTES
+        patches = first + warp * (self.slabs * layout.PATCH_BYTES)
         consumers = Warps(len(thread), 0)
         consumers.memory = team.memory
         consumers.install(self.patch, prepare, step, cluster7)
-        words = step.step(state, 0, patches, lane)
-        consumers.stmatrix_x4_trans(patches + layout.patch_rows_by_8(lane), words)
+        for slab, words in enumerate(step.step(self.slabs, state, 0, patches, lane)):
+            consumers.stmatrix_x4_trans(patches + slab * layout.PATCH_BYTES + layout.patch_rows_by_8(lane), words)
         for (token, unit), where in units.items():
             if token in tokens:
                 o = team.memory[where : where + 16].view(torch.bfloat16)
@@ -333,13 +366,14 @@ ON_CPU = [
 ]
 
 
+@pytest.mark.parametrize("slabs", sorted(set(SLABS.values())))
 @pytest.mark.parametrize("case", ON_CPU, ids=lambda case: case.name)
-def test_device_functions_have_the_bits_of_the_exact_model(case, monkeypatch):
+def test_device_functions_have_the_bits_of_the_exact_model(case, slabs, monkeypatch):
     x = goldens.KERNELS["kda"].inputs(case)
     bf16 = "initial_state" in x and x["initial_state"].dtype == torch.bfloat16
     params = {**case.params, "final_state": "bf16" if bf16 else "fp32"}
     want = reference.exact(x, params, "chunk16")
-    got = OnCpu(x, params, monkeypatch).run()
+    got = OnCpu(x, params, slabs, monkeypatch).run()
     assert torch.equal(got["out"].view(torch.int16), want["out"].view(torch.int16))
     last = got["final_state"].to(want["final_state"].dtype)
     assert torch.equal(last.isnan(), want["final_state"].isnan())
@@ -488,7 +522,8 @@ def test_the_cluster_by_default(pairs, cluster):
 
 
 def test_every_cluster_is_a_variant():
-    assert [name for name, _ in module.variants()] == [f"chunk16-cluster{cluster}" for cluster in CLUSTERS]
+    own = [name for name, _ in module.variants() if name.startswith("chunk16")]
+    assert own == [f"chunk16-cluster{cluster}" for cluster in CLUSTERS]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")

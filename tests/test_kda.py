@@ -173,14 +173,14 @@ def test_relative_error_is_below_that_of_public_kernels(gate: str, bias: str) ->
     x |= {"g": to_bf16(GATES[gate](x["g"].shape)), "dt_bias": BIASES[bias]((1, D)), "A_log": torch.zeros(1)}
     got, oracle = exact(x, params(), "chunk16"), model(x, params(), torch.float64)
     for name in ("out", "final_state"):
-        assert relative(got[name], oracle[name]) < 5e-3
+        assert relative(got[name], oracle[name]) < 4.5e-3
 
 
 def test_one_key_repeated_stays_finite_and_near() -> None:
     """What a series for (I + L)⁻¹ in half precision turns into NaN."""
     x = call(1024, 1, "repeated")
     got, oracle = exact(x, params(), "chunk16"), model(x, params(), torch.float64)
-    for name, limit in (("out", 1.4e-2), ("final_state", 2.2e-2)):
+    for name, limit in (("out", 1.2e-2), ("final_state", 2.0e-2)):
         assert bool(got[name].isfinite().all())
         assert relative(got[name], oracle[name]) < limit
 
@@ -194,53 +194,72 @@ def rounded(x: Tensor, parts: int) -> Tensor:
 
 
 def chunked(x: dict[str, Tensor], p: dict[str, Any], parts: dict[str, int]) -> Tensor:
-    """out [T, H, V] of one sequence by the chunk form in fp64, operands in ``parts`` bf16 parts each or chunk16's."""
+    """out [T, H, V] of one sequence by the chunk form in fp64, operands in ``parts`` bf16 parts each or chunk16's.
+
+    "b in T": T = (I + L)⁻¹ diag(b), and R without b.
+    """
     q, k, v, g, beta = (x[n][0].double().unflatten(0, (-1, 16)).transpose(1, 2) for n in ("q", "k", "v", "g", "beta"))
     q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
     rate, b = x["A_log"].double().exp()[:, None, None], torch.sigmoid(beta)
     total = (p["lower_bound"] * torch.sigmoid(rate * (g + x["dt_bias"].double()[:, None]))).cumsum(2)
 
     def operand(name: str, y: Tensor) -> Tensor:
-        return rounded(y, ({"Kᵉ": 2} | parts).get(name, 1))
+        return rounded(y, ({"K⁻": 2, "Kᵉ": 2} | parts).get(name, 1))
 
     up, end = total.exp(), total[:, :, -1:]
     k_up, q_up = operand("K⁺", k * up), operand("Q⁺", p["scale"] * q * up)
     k_down, k_end = operand("K⁻", k / up), operand("Kᵉ", k * (end - total).exp())
     lower = torch.eye(16) + b[..., None] * (k_up @ k_down.mT).tril(-1)
-    t = operand("T", torch.linalg.solve_triangular(lower, torch.diag_embed(b), upper=False))
+    in_t, in_r = (b, torch.ones_like(b)) if "b in T" in parts else (torch.ones_like(b), b)
+    t = operand("T", torch.linalg.inv(lower) * in_t[..., None, :])
     scores = operand("P", (q_up @ k_down.mT).tril())
     s, out = torch.zeros(q.shape[1], D, D, dtype=torch.float64), []
     for c in range(len(q)):
         s_operand = operand("S", s)
-        r = operand("R", v[c].mT - s_operand @ k_up[c].mT)
+        r = operand("R", in_r[c][:, None] * (v[c].mT - s_operand @ k_up[c].mT))
         u = operand("U", r @ t[c].mT)
         out.append(operand("o", s_operand @ q_up[c].mT + u @ scores[c].mT))
         s = s * end[c].exp() + u @ k_end[c]
     return torch.cat([o.permute(2, 0, 1) for o in out])
 
 
-def slow_decay() -> dict[str, Tensor]:
+def decay(gate: float, bias: Tensor | float) -> dict[str, Tensor]:
     x = call(256, 2)
-    x |= {"g": torch.full_like(x["g"], -8.0), "dt_bias": torch.full((2, D), -4.0), "A_log": torch.zeros(2)}
-    return x
+    bias = torch.full((2, D), 1.0) * bias
+    return x | {"g": torch.full_like(x["g"], gate), "dt_bias": bias, "A_log": torch.zeros(2)}
 
 
-# docs/kda.md: what is in two parts too, and the relative errors with slow decay, normal inputs and a repeated key.
+def either_sign() -> Tensor:
+    return 1.0 - 2.0 * draw.integers("test_kda/sign", (2, D), 0, 2).to(torch.float32)
+
+
+# docs/kda.md: what is otherwise, and the relative errors with fast decay, slow decay, normal inputs and a repeated key.
 OPERANDS = ("S", "K⁺", "Q⁺", "K⁻", "Kᵉ", "T", "P", "R", "U")
 BUDGET = {
-    "": (4.3e-3, 4.2e-3, 1.1e-2),
-    "Kᵉ in one": (4.7e-3, 4.2e-3, 1.6e-2),
-    "S": (4.0e-3, 4.2e-3, 1.1e-2),
-    "K⁺": (4.3e-3, 4.2e-3, 1.0e-2),
-    "Q⁺": (4.0e-3, 3.8e-3, 1.1e-2),
-    "K⁻": (4.3e-3, 3.7e-3, 9.7e-3),
-    "T": (4.0e-3, 3.7e-3, 8.6e-3),
-    "P": (4.3e-3, 3.8e-3, 1.1e-2),
-    "R": (4.0e-3, 4.1e-3, 1.2e-2),
-    "U": (3.9e-3, 3.9e-3, 9.7e-3),
-    " ".join(OPERANDS): (1.6e-3, 1.6e-3, 1.7e-3),
+    "": (3.3e-3, 4.0e-3, 3.5e-3, 9.8e-3),
+    "Kᵉ in one": (3.3e-3, 4.3e-3, 3.5e-3, 1.5e-2),
+    "K⁻ in one": (3.6e-3, 4.0e-3, 3.9e-3, 1.2e-2),
+    "b in T": (3.7e-3, 4.3e-3, 3.7e-3, 9.7e-3),
+    "b in T, K⁻ in one": (4.0e-3, 4.3e-3, 4.2e-3, 1.1e-2),
+    "S": (3.3e-3, 3.6e-3, 3.5e-3, 9.7e-3),
+    "K⁺": (3.3e-3, 3.9e-3, 3.5e-3, 8.9e-3),
+    "Q⁺": (2.9e-3, 3.6e-3, 3.1e-3, 9.7e-3),
+    "T": (3.3e-3, 4.0e-3, 3.5e-3, 7.7e-3),
+    "P": (2.9e-3, 3.9e-3, 3.1e-3, 9.5e-3),
+    "R": (3.3e-3, 3.6e-3, 3.3e-3, 1.0e-2),
+    "U": (3.3e-3, 3.5e-3, 3.3e-3, 7.6e-3),
+    "all": (1.7e-3, 1.6e-3, 1.6e-3, 1.7e-3),
 }
-BUDGET_INPUTS = {"slow": slow_decay, "normal": lambda: call(256, 2), "repeated": lambda: call(2048, 1, "repeated")}
+OTHERWISE = {
+    "": {},
+    "Kᵉ in one": {"Kᵉ": 1},
+    "K⁻ in one": {"K⁻": 1},
+    "b in T": {"b in T": 1},
+    "b in T, K⁻ in one": {"b in T": 1, "K⁻": 1},
+    "all": dict.fromkeys(OPERANDS, 2),
+}
+BUDGET_INPUTS = {"fast": lambda: decay(8.0, 4 * either_sign()), "slow": lambda: decay(-8.0, -4.0)}
+BUDGET_INPUTS |= {"normal": lambda: call(256, 2), "repeated": lambda: call(2048, 1, "repeated")}
 
 
 @pytest.mark.parametrize(("column", "name"), list(enumerate(BUDGET_INPUTS)), ids=BUDGET_INPUTS)
@@ -248,12 +267,11 @@ def test_error_budget(column: int, name: str) -> None:
     x = BUDGET_INPUTS[name]()
     oracle = model(x, params(), torch.float64)["out"][0]
     for names, want in BUDGET.items():
-        parts = {"Kᵉ": 1} if names == "Kᵉ in one" else dict.fromkeys(names.split(), 2)
-        got = relative(chunked(x, params(), parts), oracle)
+        got = relative(chunked(x, params(), OTHERWISE.get(names, {names: 2})), oracle)
         assert got == pytest.approx(want[column], rel=0.05), names
 
 
-@pytest.mark.parametrize(("parts", "want"), [(1, 3.0e-2), (2, 1.1e-2)])
+@pytest.mark.parametrize(("parts", "want"), [(1, 2.9e-2), (2, 9.9e-3)])
 def test_error_budget_of_16384_tokens_with_one_key(parts: int, want: float) -> None:
     """The roundings to bf16 alone; a golden on demand has the bits. The chunk form in fp64 is the oracle."""
     x = call(16384, 1, "repeated")
@@ -364,6 +382,11 @@ def chain(a: Any, b: Any, c: Any = 0.0) -> np.ndarray:
     return total.numpy()
 
 
+def in_turn(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """16 channels of the first, the same 16 of the second, …"""
+    return np.stack([first.reshape(8, 16), second.reshape(8, 16)], 1).reshape(256)
+
+
 def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
     return fp32(kernel.fma_rn(*(torch.tensor([float(x)]) for x in (a, b, c)))[0])
 
@@ -402,19 +425,19 @@ def row_of_v(x: dict[str, Tensor], p: dict[str, Any], row: int) -> tuple[np.ndar
         k_end = [y * decay for y in k_down] + [np.zeros(D, dtype=np.float32)] * (16 - used)
         k_high = [narrow(y) for y in k_end]
         k_low = [narrow(y - high) for y, high in zip(k_end, k_high, strict=True)]
-        k_down = [narrow(y) for y in k_down]
+        k_down = [in_turn(narrow(y - narrow(y)), narrow(y)) for y in k_down]
         t, scores = np.zeros((2, 16, 16), dtype=np.float32)
         for i in range(used):
-            scores[i, : i + 1] = chain(q_up[i], k_down[: i + 1])
-            lower = b[i] * chain(k_up[i], k_down[: i + 1])
-            t[i, i] = b[i]
+            scores[i, : i + 1] = chain(in_turn(q_up[i], q_up[i]), k_down[: i + 1])
+            lower = b[i] * chain(in_turn(k_up[i], k_up[i]), k_down[: i + 1])
+            t[i, i] = one
             for j in range(i):
                 for l in range(i):
                     t[i, j] = fma(-lower[l], t[l, j], t[i, j])
         operand, k_up = narrow(s), np.stack(k_up)
         r = np.zeros(16, dtype=np.float32)
         seen = chain(operand[:64], k_up[:, :64]) + chain(operand[64:], k_up[:, 64:])
-        r[:used] = narrow(v[first : first + used] - seen)
+        r[:used] = narrow(np.array(b) * (v[first : first + used] - seen))
         u = narrow(chain(r, narrow(t)))
         out += narrow(chain(u, narrow(scores)[:used], chain(operand, q_up))).tolist()
         s = chain(u, np.stack(k_high, axis=1), chain(u, np.stack(k_low, axis=1), s * decay))
@@ -630,7 +653,7 @@ def stored() -> dict[str, dict[str, Tensor]]:
 
 ORIGINAL = {
     name: getattr(kernel, name)
-    for name in ("_step", "_prepare", "_chunks", "_inside", "_first_state", "_inverse", "_update")
+    for name in ("_step", "_prepare", "_chunks", "_inside", "_first_state", "_inverse", "_update", "_by_block")
 }
 
 
@@ -672,7 +695,7 @@ def stepping(before: Callable = lambda s: s, after: Callable = lambda s: s) -> d
 def one_chain(state: Tensor, x: dict[str, Tensor], v: Tensor) -> tuple[Tensor, Tensor]:
     """_step with W as one chain of eight."""
     s = to_bf16(state)
-    r = to_bf16(v.float().permute(0, 2, 3, 1) - mma(s, x["k_up"]))
+    r = to_bf16(x["b"][:, :, None] * (v.float().permute(0, 2, 3, 1) - mma(s, x["k_up"])))
     u = to_bf16(mma(r, x["t"]))
     o = to_bf16(mma(u, x["p"], mma(s, x["q_up"])))
     return ORIGINAL["_update"](state, u, x), o.permute(0, 3, 1, 2)
@@ -682,7 +705,7 @@ def scores_first(state: Tensor, x: dict[str, Tensor], v: Tensor) -> tuple[Tensor
     """_step with U · Pᵀ as the first of o's instructions."""
     s = to_bf16(state)
     low, high = mma(*(y.unflatten(-1, (2, -1)).movedim(-2, 0) for y in (s, x["k_up"])))
-    u = to_bf16(mma(to_bf16(v.float().permute(0, 2, 3, 1) - (low + high)), x["t"]))
+    u = to_bf16(mma(to_bf16(x["b"][:, :, None] * (v.float().permute(0, 2, 3, 1) - (low + high))), x["t"]))
     o = to_bf16(mma(s, x["q_up"], mma(u, x["p"])))
     return ORIGINAL["_update"](state, u, x), o.permute(0, 3, 1, 2)
 
@@ -693,14 +716,14 @@ def decay_of_the_last_position(gate: Tensor) -> Iterator[Tensor]:
     yield from torch.where(gate == 0, 0.0, total).unbind(2)
 
 
-def by_series(lower: Tensor, b: Tensor) -> Tensor:
-    """(I − L)(I + L²)(I + L⁴)(I + L⁸) diag(b), rounded to bf16 after each product."""
+def by_series(lower: Tensor) -> Tensor:
+    """(I − L)(I + L²)(I + L⁴)(I + L⁸), rounded to bf16 after each product."""
     identity = torch.eye(16)
     power, total = lower, identity - lower
     for _ in range(3):
         power = to_bf16(power @ power).float()
         total = to_bf16(total @ (identity + power)).float()
-    return to_bf16(total * b[..., None, :])
+    return to_bf16(total)
 
 
 def by_fractions(bits: int) -> dict[str, Any]:
@@ -740,9 +763,17 @@ FAULTS: dict[str, dict[str, Any]] = {
     "next-token-seen": prepared(
         lambda x: {"p": x["p"] + torch.diag_embed(x["p"].diagonal(dim1=-2, dim2=-1)[..., :15], 1)}
     ),
-    "chunk-without-corrections": {"_inverse": lambda lower, b: ORIGINAL["_inverse"](lower * 0, b)},
+    "chunk-without-corrections": {"_inverse": lambda lower: ORIGINAL["_inverse"](lower * 0)},
     "inverse-transposed": prepared(lambda x: {"t": x["t"].transpose(-1, -2)}),
     "inverse-by-a-series": {"_inverse": by_series},
+    "keys-of-the-scores-in-one-part": {
+        "_by_block": lambda low, high: ORIGINAL["_by_block"](low * (1.0 if low is high else 0.0), high)
+    },
+    "high-parts-of-the-scores-first": {"_by_block": lambda low, high: ORIGINAL["_by_block"](high, low)},
+    "parts-of-the-scores-one-after-the-other": {"_by_block": lambda low, high: torch.cat([low, high], -1)},
+    "inverse-times-b": prepared(
+        lambda x: {"t": to_bf16(x["t"].float() * x["b"][..., None, :]), "b": torch.ones_like(x["b"])}
+    ),
     "keys-of-the-update-in-one-part": prepared(lambda x: {"k_low": torch.zeros_like(x["k_low"])}),
     "high-parts-first": prepared(lambda x: {"k_low": x["k_high"], "k_high": x["k_low"]}),
     "w-in-one-chain": {"_step": one_chain},

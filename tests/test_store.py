@@ -100,7 +100,7 @@ def test_a_digest_covers_dtype_shape_and_bytes_but_no_layout() -> None:
     others = [x.view(3, 2), x.to(torch.int32), x.view(1, 2, 3), torch.tensor([[0.0, 0, 0], [0, 0, -0.0]])]
     assert len({store.digest(y) for y in (x, *others)}) == 5
     assert store.digest(X.view(4, 6).t()) == store.digest(X.view(4, 6).t().contiguous())
-    by_hand = hashlib.sha256(b"bfloat16 [1] \x80\x3f").hexdigest()
+    by_hand = hashlib.sha256(b"bfloat16 [1] \x80\x3f").hexdigest()[:32]
     assert store.digest(torch.ones(1, dtype=torch.bfloat16)) == by_hand
 
 

@@ -4,9 +4,10 @@ Time of one call: a CUDA graph of some calls back to back on one set of tensors,
 Beside it fla-core's ``chunk_kda`` in the same run and in a graph as well (by events where it cannot be captured), if
 ``fla`` can be imported: it needs fla-core and triton, for instance ``PYTHONPATH=/path/to/flash-linear-attention``. It
 has fp32 states; Triton tunes its kernels on the first shape, and what is found there serves the others. GB/s counts q,
-k, v, g, beta and out once, and the states. After timing some heads are compared with the exact model: a launch that
+k, v, g, beta and out once, and the states. ``chunk16_scan512`` is timed where sequences and heads are fewer than half
+of the GPU's multiprocessors. After timing some heads are compared with the exact model: a launch that
 failed must not look fast. ``clusters`` times every cluster size, ``accuracy`` prints the relative RMS error of both
-against FP64.
+against FP64, both with fp32 states.
 """
 
 import gc
@@ -25,7 +26,8 @@ from tools.environment import headline
 D, SCALE, LOWER_BOUND = 128, 128**-0.5, -5.0
 LAUNCHES, REPLAYS = 10, 7
 CHECKED_HEADS = 2
-CHECKED_TOKENS = 512  # of a sequence, at most: the model takes its chunks one by one
+SCAN = "chunk16_scan512"
+CHECKED_TOKENS = {"chunk16": 512, SCAN: 1280}  # of a sequence, at most: the model takes its chunks one by one
 
 
 class Shape(NamedTuple):
@@ -128,29 +130,30 @@ def peer_milliseconds(call: Callable[[], object]) -> tuple[float, str]:
         return milliseconds(lambda: [call() for _ in range(LAUNCHES)], REPLAYS) / LAUNCHES, "*"
 
 
-def some_heads(x: dict[str, Tensor], lengths: tuple[int, ...], sequence: int) -> dict[str, Tensor]:
-    """The beginning of one sequence, its first heads."""
+def some_heads(x: dict[str, Tensor], lengths: tuple[int, ...], sequence: int, tokens: int) -> dict[str, Tensor]:
+    """The first tokens of one sequence, its first heads."""
     start, heads = sum(lengths[:sequence]), slice(0, CHECKED_HEADS)
-    part = slice(start, start + min(lengths[sequence], CHECKED_TOKENS))
+    part = slice(start, start + min(lengths[sequence], tokens))
     few = {name: x[name][:, part, heads].contiguous() for name in ("q", "k", "v", "g", "beta")}
     few |= {name: x[name][heads].contiguous() for name in ("A_log", "dt_bias")}
     return few | {"initial_state": x["initial_state"][sequence : sequence + 1, heads].contiguous()}
 
 
-def require_exact(x: dict[str, Tensor], shape: Shape, out: Tensor, final: Tensor) -> None:
+def require_exact(x: dict[str, Tensor], shape: Shape, out: Tensor, final: Tensor, schedule: str = "chunk16") -> None:
     """RuntimeError if the last sequence's first heads, up to a number of tokens, are not the exact model's."""
     from reference import kda as reference
 
     last = len(shape.lengths) - 1
-    few = some_heads(x, shape.lengths, last)
+    few = some_heads(x, shape.lengths, last, CHECKED_TOKENS[schedule])
     params = {"scale": SCALE, "lower_bound": LOWER_BOUND, "final_state": "bf16"}
-    want = reference.exact(few, params, "chunk16")
+    want = reference.exact(few, params, schedule)
     start, tokens = sum(shape.lengths[:last]), few["q"].shape[1]
     wrong = int((out[:, start : start + tokens, :CHECKED_HEADS] != want["out"]).sum())
     if tokens == shape.lengths[last]:
         wrong += int((final[last, :CHECKED_HEADS] != want["final_state"][0]).sum())
     if wrong:
-        raise RuntimeError(f"H = {shape.heads}, lengths {shape.lengths}: {wrong} values are not the exact model's")
+        where = f"{schedule}, H = {shape.heads}, lengths {shape.lengths}"
+        raise RuntimeError(f"{where}: {wrong} values are not the exact model's")
 
 
 def gigabytes(shape: Shape) -> float:
@@ -165,10 +168,9 @@ def describe(lengths: tuple[int, ...]) -> str:
 
 def speed() -> None:
     """Print the table of times."""
-    print(
-        "| H | lengths | cluster | ours, ms | GB/s | FlashKDA, ms | ratio | FLA here, ms | ratio | FLA published, ms |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ["H", "lengths", "cluster", "ours, ms", "GB/s", f"{SCAN}, ms", "FlashKDA, ms", "ratio"]
+    columns += ["FLA here, ms", "ratio", "ratio of the scan", "FLA published, ms"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     from cute_impl.kda import cluster_for
 
     units = torch.cuda.get_device_properties(0).multi_processor_count
@@ -180,15 +182,30 @@ def speed() -> None:
         require_exact(x, shape, out, final)
         cells = [str(shape.heads), describe(shape.lengths), str(cluster_for(shape.heads * len(shape.lengths), units))]
         cells += [f"{time:.3f}", f"{1e3 * gigabytes(shape) / time:.0f}"]
+        scan = scan_milliseconds(x, shape) if 2 * shape.heads * len(shape.lengths) < units else None
+        cells.append(f"{scan:.3f}" if scan else "")
         cells += [f"{shape.flash:.3f}", f"{shape.flash / time:.2f}"] if shape.flash else ["", ""]
         other = theirs(x)
         missing = missing or other is None
         peer, mark = peer_milliseconds(other) if other is not None else (None, "")
         cells += [f"{peer:.3f}{mark}", f"{peer / time:.2f}"] if peer else ["", ""]
+        cells.append(f"{peer / scan:.2f}" if peer and scan else "")
         cells.append(f"{shape.fla:.3f}" if shape.fla else "")
         print("| " + " | ".join(cells) + " |", flush=True)
     if missing:
         print("\nfla cannot be imported (PYTHONPATH to flash-linear-attention, and triton): its columns are empty")
+
+
+def scan_milliseconds(x: dict[str, Tensor], shape: Shape) -> float:
+    """Of the scan, its workspace allocated beforehand."""
+    from cute_impl.kda import get_workspace_size
+
+    size = get_workspace_size(shape.tokens, shape.heads, len(shape.lengths), SCAN)
+    workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
+    call, out, final = ours(x, schedule=SCAN, workspace=workspace)
+    time = graph_milliseconds(call)
+    require_exact(x, shape, out, final, SCAN)
+    return time
 
 
 def clusters() -> None:
@@ -251,7 +268,8 @@ def accuracy() -> None:
                 torch.manual_seed(seed)
                 x = tensors(shape)
                 x["g"], x["dt_bias"] = of_gate(x["g"]), of_bias(x["dt_bias"])
-                params = {"scale": SCALE, "lower_bound": LOWER_BOUND, "final_state": "bf16"}
+                x["initial_state"] = x["initial_state"].float()
+                params = {"scale": SCALE, "lower_bound": LOWER_BOUND, "final_state": "fp32"}
                 want = reference.model(x, params, torch.float64)
                 call, out, final = ours(x)
                 call()

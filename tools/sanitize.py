@@ -2,8 +2,8 @@
 
 The calls are short, for under the sanitizer a kernel runs some thousand times slower; they reach every rung of fmha, of
 AttnRes both schedules with and without blocks, a written source row, ``final`` and the mailbox, of the MLA query both
-schedules alone and as one of two ranks, of KDA every cluster size. Results are checked to be finite, so that a launch
-that failed does not look clean.
+schedules alone and as one of two ranks, of KDA every cluster size, also of a scan. Results are checked to be finite, so
+that a launch that failed does not look clean.
 """
 
 import sys
@@ -97,7 +97,8 @@ def mla_query() -> list[Tensor]:
 
 
 def kda() -> list[Tensor]:
-    """out and final state on every cluster size: several sequences, tails, an empty one, both kinds of state."""
+    """out and final state on every cluster size, also of a scan: several sequences, tails, an empty one, both kinds of
+    state."""
     from cute_impl.kda import CLUSTERS, fwd
 
     heads, lengths = 2, (150, 0, 17, 1)
@@ -107,11 +108,13 @@ def kda() -> list[Tensor]:
         for dtype in (torch.bfloat16, torch.float32):
             q, k, v, g = (normal(1, sum(lengths), heads, 128) for _ in range(4))
             state = normal(len(lengths), heads, 128, 128).to(dtype)
-            out, final = torch.empty_like(v), torch.empty_like(state)
             beta, a_log, bias = normal(1, sum(lengths), heads), torch.zeros(heads), torch.zeros(heads, 128)
             gate = (a_log.cuda(), bias.cuda(), -5.0)
-            fwd(q, k, v, g, beta, 128**-0.5, out, *gate, state, final, offsets, cluster=cluster)
-            outputs += [out, final]
+            for schedule in ("chunk16", "chunk16_scan64"):
+                out, final = torch.empty_like(v), torch.empty_like(state)
+                options: dict[str, Any] = {"cluster": cluster, "schedule": schedule}
+                fwd(q, k, v, g, beta, 128**-0.5, out, *gate, state, final, offsets, **options)
+                outputs += [out, final]
     return outputs
 
 

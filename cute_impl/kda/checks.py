@@ -7,18 +7,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_impl.kda import scan
 from cute_impl.kda.chunk16 import CLUSTERS
 from cute_impl.kda.layout import D
 
 MAX_LOWER_BOUND = 5.0
 MAX_INT = 2**31 - 1  # tokens, bytes of a token and CTAs are counted in 32 bits
 ALIGN_BYTES = {"beta": 2, "A_log": 4, "cu_seqlens": 4}  # 16 where nothing is said
+WORKSPACE_ALIGN_BYTES = 128
 STATES = (torch.bfloat16, torch.float32)
 OFFSETS = (torch.int64, torch.int32)
 
 
-def check_call(tensors: Mapping[str, Tensor | None], scale: Any, lower_bound: Any, cluster: Any) -> int:
-    """ValueError unless the call is supported; returns N. ``tensors`` by the names of ``fwd``, None where left out."""
+def check_schedule(schedule: Any, segments: Mapping[str, int]) -> int:
+    """Tokens of a segment, 0 for none. ValueError unless the schedule is among ``segments``."""
+    if not isinstance(schedule, str) or schedule not in segments:
+        raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(segments)}")
+    return segments[schedule]
+
+
+def check_call(
+    tensors: Mapping[str, Tensor | None], scale: Any, lower_bound: Any, cluster: Any, segment: int = 0
+) -> None:
+    """ValueError unless the call is supported. ``tensors`` by the names of ``fwd``, None where left out.
+
+    segment: tokens of a scan's segments, 0 for none.
+    """
     q = tensors["q"]
     if not isinstance(q, Tensor) or q.dim() != 4 or q.shape[3] != D or 0 in (q.shape[0], q.shape[2]):
         got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
@@ -37,14 +51,14 @@ def check_call(tensors: Mapping[str, Tensor | None], scale: Any, lower_bound: An
             check_form(name, state, q, (sequences, heads, D, D), STATES)
     if first is not None and last is not None and first.dtype != last.dtype:
         raise ValueError(f"final_state: got {last.dtype}, initial_state is {first.dtype}; both must have one dtype")
-    check_workspace(tensors["workspace"], q)
+    check_workspace(tensors["workspace"], q, scan.workspace_bytes(batch * tokens, heads, segment) if segment else 0)
     check_number("scale", scale, torch.finfo(torch.float32).max)
     check_number("lower_bound", lower_bound, MAX_LOWER_BOUND)
     if cluster is not None and cluster not in CLUSTERS:
         raise ValueError(f"cluster: got {cluster!r}, allowed are None, {', '.join(map(str, CLUSTERS))}")
-    if tokens > MAX_INT - 2048 or 2 * D * heads > MAX_INT or sequences * heads * max(CLUSTERS) > MAX_INT:
+    runs = max(scan.grids(batch * tokens, sequences, segment)) if segment else sequences
+    if tokens > MAX_INT - 2048 or 2 * D * heads > MAX_INT or runs * heads * max(CLUSTERS) > MAX_INT:
         raise ValueError(f"q: got T = {tokens}, H = {heads} for N = {sequences}; 32 bits must count tokens and CTAs")
-    return sequences
 
 
 def check_number(name: str, x: Any, limit: float) -> None:
@@ -95,8 +109,8 @@ def check_offsets(cu_seqlens: Tensor, tokens: int) -> None:
             raise ValueError(f"cu_seqlens: decreases from {values[n]} at {n} to {values[n + 1]}, allowed is never")
 
 
-def check_workspace(workspace: Any, q: Tensor) -> None:
-    """Any contiguous bytes on q's device will do: nothing is kept there."""
+def check_workspace(workspace: Any, q: Tensor, needed: int) -> None:
+    """Contiguous bytes on q's device: any will do where none are needed, else as many at a multiple of 128."""
     if workspace is None:
         return
     if not isinstance(workspace, Tensor) or workspace.dtype != torch.uint8:
@@ -106,3 +120,8 @@ def check_workspace(workspace: Any, q: Tensor) -> None:
         raise ValueError(f"workspace: is on {workspace.device}, q on {q.device}; all must be on one device")
     if not workspace.is_contiguous():
         raise ValueError(f"workspace: got strides {workspace.stride()}, allowed is contiguous")
+    if workspace.numel() < needed:
+        raise ValueError(f"workspace: got {workspace.numel()} bytes, allowed are {needed} or more")
+    if needed and workspace.data_ptr() % WORKSPACE_ALIGN_BYTES:
+        at = f"{workspace.data_ptr():#x}"
+        raise ValueError(f"workspace: got address {at}, allowed are multiples of {WORKSPACE_ALIGN_BYTES} bytes")

@@ -1,7 +1,8 @@
 """KDA forward, schedule ``chunk16``: one launch, a cluster of 1, 2, 4 or 8 CTAs for each sequence and head.
 
 Mathematics and every rounding: docs/kda.md. In a CTA:
-- *consumers*, 8 / cluster warps: 16 rows of V each, through all chunks (``step``);
+- *consumers*, 4 warps of 32 rows of V with one CTA, else 8 / cluster of 16, through all chunks (``step``): each reads
+  the whole stage, which would keep shared memory busy all the time with 8 warps in one CTA;
 - *teams* of two warps that prepare chunks (``prepare``): chunk n is prepared once in the cluster, by team
   n // cluster mod teams of CTA n mod cluster, its *owner*.
 
@@ -10,7 +11,7 @@ cluster · teams. Chunk n lies in stage n mod stages. The owner's team writes it
 others.
   full[s]   one arrival. In the owner: after the team's last barrier. Elsewhere: the owner's remote arrival, which makes
             the phase wait for the bytes of the copy.
-  empty[s]  8 arrivals, all consumer warps of the cluster; used in the owner only, which waits for it before it writes:
+  empty[s]  arrivals of all consumer warps of the cluster; used in the owner only, which waits for it before it writes:
             then every copy has been made and read.
 Nobody waits in a circle: of the chunks not yet prepared the lowest waits only for the chunk that was in its stage, and
 all chunks up to that one are prepared; consumers and teams take their chunks in ascending order. No waiter mistakes a
@@ -34,32 +35,43 @@ from cute_impl import ptx, runtime
 from cute_impl.kda import layout
 from cute_impl.kda.layout import D
 from cute_impl.kda.prepare import TEAM_THREADS, produce
-from cute_impl.kda.step import ROWS, consume
+from cute_impl.kda.step import SLAB, consume
 
 CLUSTERS = (1, 2, 4, 8)
 TOKENWISE = ("q", "k", "v", "g", "out")
 NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "out", "initial", "final", "offsets")
-CONSUMERS = D // ROWS  # warps of a cluster
+SLABS = {1: 2, 2: 1, 4: 1, 8: 1}  # of 16 rows of V, a consumer warp
 TEAMS = {1: 4, 2: 4, 4: 2, 8: 1}
 STAGES = dict.fromkeys(CLUSTERS, 8)
-CONSUMER_REGISTERS, TEAM_REGISTERS = 152, 104
+CONSUMER_REGISTERS, TEAM_REGISTERS = 248, 128
 ORDERED = 96  # sequences that are put in order by length, one a thread, if there are no more
 
 
 @dataclass(frozen=True)
 class Config:
-    """What is fixed at compile time: CTAs of a cluster; patches of v a warp."""
+    """What is fixed at compile time: CTAs of a cluster; patches of v a warp; the part of a scan, if it is one."""
 
     cluster: int
     values: int = 4
+    part: str = ""
 
     def __post_init__(self) -> None:
         if self.cluster not in CLUSTERS or self.stages % self.cluster or self.cluster * self.teams > self.stages:
             raise ValueError(f"cluster: got {self.cluster}, allowed are {', '.join(map(str, CLUSTERS))}")
 
     @property
+    def slabs(self) -> int:
+        return SLABS[self.cluster]
+
+    @property
     def consumers(self) -> int:
-        return CONSUMERS // self.cluster
+        """Warps of a CTA."""
+        return D // (SLAB * self.slabs * self.cluster)
+
+    @property
+    def patch_bytes(self) -> int:
+        """v or o of a chunk for a consumer warp."""
+        return self.slabs * layout.PATCH_BYTES
 
     @property
     def teams(self) -> int:
@@ -78,7 +90,7 @@ class Config:
         """Bytes of the stages, the patches of v and o, the teams' scratch."""
         return (
             self.stages * layout.STAGE_BYTES,
-            self.consumers * (self.values + 1) * layout.PATCH_BYTES,
+            self.consumers * (self.values + 1) * self.patch_bytes,
             self.teams * layout.SCRATCH_BYTES,
         )
 
@@ -153,7 +165,12 @@ class Chunk16:
             ring["lengths"], at["offsets"], offset_bytes, tokens, sequences, pair // heads, thread
         )
         work = self.find_work(at, tokens, heads, sequence, pair % heads, offset_bytes, wide) | pitch
-        numbers = {"scale": scale, "lower_bound": lower_bound}
+        self.work_through(at, work, ring, {"scale": scale, "lower_bound": lower_bound}, rank, warp, lane)
+
+    @cute.jit
+    def work_through(self, at: dict, work: dict, ring: dict, numbers: dict, rank: Int32, warp: Int32, lane: Int32):
+        """A sequence and head, by consumers and teams."""
+        config = self.config
         if warp < config.consumers:
             if cutlass.const_expr(config.cluster == 1):
                 cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -179,7 +196,7 @@ class Chunk16:
         if thread == 0:
             for i in cutlass.range_constexpr(config.stages):
                 cute.arch.mbarrier_init(barriers + i, 1)
-                cute.arch.mbarrier_init(barriers + (config.stages + i), CONSUMERS)
+                cute.arch.mbarrier_init(barriers + (config.stages + i), config.cluster * config.consumers)
             for i in cutlass.range_constexpr(config.teams):
                 cute.arch.mbarrier_init(barriers + (2 * config.stages + i), TEAM_THREADS)
             cute.arch.mbarrier_init_fence()
@@ -249,8 +266,10 @@ class Chunk16:
             "beta": at["beta"] + row * 2,
             "beta_pitch": heads * 2,
             "tokens": count,
+            "v_tokens": count,
             "chunks": (count + (layout.CHUNK - 1)) // layout.CHUNK,
             "head": head,
+            "initial_wide": wide,
             "wide": wide,
         }
 

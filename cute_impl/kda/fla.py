@@ -31,11 +31,13 @@ def chunk_kda(
     *,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    schedule: str = "chunk16",
 ) -> tuple[Tensor, Tensor | None]:
     """(o [B, T, H, 128] bf16, final state fp32 [N, H, K, V], or [N, H, V, K] if ``state_v_first``, or None).
 
     Forward only, HV = H. initial_state: fp32, laid out like the final state. scale: 1 / √128 unless given. dt_bias [H ·
-    128], zeros unless given. ValueError where an argument asks for what the kernel does not do.
+    128], zeros unless given. schedule: as in ``fwd``. ValueError where an argument asks for what the kernel does not
+    do.
     """
     switches = {
         "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
@@ -61,7 +63,8 @@ def chunk_kda(
     final = torch.empty(sequences, heads, D, D, device=q.device) if output_final_state else None
     out = torch.empty_like(v)
     scale = D**-0.5 if scale is None else scale
-    kda.fwd(q, k, v, g, beta, scale, out, A_log, bias, lower_bound, initial_state, final, cu_seqlens)
+    gate = (A_log, bias, lower_bound)
+    kda.fwd(q, k, v, g, beta, scale, out, *gate, initial_state, final, cu_seqlens, schedule=schedule)
     if final is not None and not state_v_first:
         final = final.transpose(-1, -2)
     return out, final

@@ -7,8 +7,9 @@ A *stage* is all that a step of the recurrence needs of a chunk of 16 tokens:
 | K⁺, Q⁺, Kᵉ high, Kᵉ low | 4096 each | [16 tokens, 128] bf16, rows of 256 bytes, 16-byte units swizzled by the row |
 | T, P | 512 each | [16, 16] bf16 as B fragments: a lane's four words together |
 | decay | 512 | [128] fp32 in the order of the state's fragments |
+| b | 64, of 256 | [16] fp32 in the order of a C fragment's columns |
 
-K⁻ lies where Kᵉ's high part will. A *patch* is [16 tokens, 16 rows of V] bf16, 32 bytes a token, halves swizzled.
+K⁻'s parts lie where Kᵉ's will. A *patch* is [16 tokens, 16 rows of V] bf16, 32 bytes a token, halves swizzled.
 """
 
 CHUNK, D = 16, 128
@@ -16,11 +17,12 @@ ROW_BYTES = 2 * D
 OPERAND_BYTES = CHUNK * ROW_BYTES
 FRAGMENT_BYTES = CHUNK * CHUNK * 2
 K_PLUS, Q_PLUS, K_HIGH, K_LOW = (i * OPERAND_BYTES for i in range(4))
-K_MINUS = K_HIGH
+K_MINUS_HIGH, K_MINUS_LOW = K_HIGH, K_LOW
 T_AT = 4 * OPERAND_BYTES
 P_AT = T_AT + FRAGMENT_BYTES
 DECAY_AT = P_AT + FRAGMENT_BYTES
-STAGE_BYTES = DECAY_AT + 4 * D
+B_AT = DECAY_AT + 4 * D
+STAGE_BYTES = B_AT + ROW_BYTES  # operands lie at multiples of a row
 PATCH_BYTES = CHUNK * CHUNK * 2
 
 # A team's scratch: q, k, g as they are, sums of squares of both warps, each warp's reciprocal roots, L transposed.
@@ -79,3 +81,8 @@ def decay_pair(u):
 def decay_of_block(lane, block: int):
     """Byte of the four decays of a lane's columns in block ``block`` of the state's fragments."""
     return block * 64 + lane % 4 * 16
+
+
+def b_element(token):
+    """Byte of the b of a token; those of a lane's columns in C fragments [V, token] are the four from lane % 4 · 16."""
+    return token % 8 // 2 * 16 + token // 8 * 8 + token % 2 * 4

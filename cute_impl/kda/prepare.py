@@ -4,8 +4,8 @@ Thread u of a team's 64 owns channels 2u, 2u + 1, a 32-bit word a token and tens
 are copied to its scratch by cp.async, 16 bytes a thread and step, as soon as those of the last have been read; mbarrier
 ``arrived`` counts the threads whose copies are there. Four barriers of the team a chunk:
   sums      both warps' sums of squares are written
-  operands  K⁺, Q⁺, K⁻ are written; then warp 0 makes κ = K⁺ K⁻ᵀ, warp 1 π = Q⁺ K⁻ᵀ
-  scores    both have read K⁻; then Kᵉ's high part takes its place, warp 0 solves for T, warp 1 masks P
+  operands  K⁺, Q⁺, K⁻'s parts are written; then warp 0 makes κ = K⁺ K⁻ᵀ, warp 1 π = Q⁺ K⁻ᵀ
+  scores    both have read K⁻; then Kᵉ takes its place, warp 0 solves for T, warp 1 masks P
   stage     all is written; then warp 1 tells the consumers, and copies the stage to the other CTAs of the cluster
 """
 
@@ -96,7 +96,8 @@ def write_roots(
 
 
 def operands(q: list, k: list, g: list, roots: Int32, left: Int32, gates: dict, stage: Int32, u: Int32):
-    """Write K⁺, Q⁺ and K⁻; returns k⁻ in fp32 and the decay of the chunk, two channels each, and the rows' addresses.
+    """Write K⁺, Q⁺ and K⁻'s parts; returns k⁻ in fp32 and the decay of the chunk, two channels each, and the rows'
+    addresses.
 
     Tokens from ``left`` on hold the words of the last one. Their roots are 0, and 0 instead of the bound makes γ = 0:
     where the product is NaN instead, the last token has made the sum NaN already.
@@ -127,38 +128,45 @@ def operands(q: list, k: list, g: list, roots: Int32, left: Int32, gates: dict, 
             minus.append(mul_rn(k_hat, e_minus))
             up.append(e_plus)
         where = rows[i % 8] + i * layout.ROW_BYTES
-        for offset, pair in ((layout.K_PLUS, k_plus), (layout.Q_PLUS, q_plus), (layout.K_MINUS, minus)):
+        for offset, pair in ((layout.K_PLUS, k_plus), (layout.Q_PLUS, q_plus)):
             ptx.st_b32("shared", where + offset, ptx.cvt_bf16x2(*pair))
+        write_two_parts(minus, where + layout.K_MINUS_HIGH, where + layout.K_MINUS_LOW)
         k_minus.append(minus)
     return k_minus, up, rows
+
+
+def write_two_parts(pair: list, high_at: Int32, low_at: Int32):
+    """bf16 of a pair, and bf16 of what is left."""
+    high = ptx.cvt_bf16x2(*pair)
+    rest = [sub_rn(x, half(high)) for x, half in zip(pair, (ptx.bf16_lo, ptx.bf16_hi), strict=True)]
+    ptx.st_b32("shared", high_at, high)
+    ptx.st_b32("shared", low_at, ptx.cvt_bf16x2(*rest))
 
 
 def end_operand(k_minus: list, decay: list, rows: list, stage: Int32, u: Int32):
     """Write Kᵉ in two parts, and the decay."""
     for i in range(CHUNK):
         pair = [mul_rn(k, d) for k, d in zip(k_minus[i], decay, strict=True)]
-        high = ptx.cvt_bf16x2(*pair)
-        rest = [sub_rn(x, half(high)) for x, half in zip(pair, (ptx.bf16_lo, ptx.bf16_hi), strict=True)]
         where = rows[i % 8] + i * layout.ROW_BYTES
-        ptx.st_b32("shared", where + layout.K_HIGH, high)
-        ptx.st_b32("shared", where + layout.K_LOW, ptx.cvt_bf16x2(*rest))
+        write_two_parts(pair, where + layout.K_HIGH, where + layout.K_LOW)
     ptx.st_v2("shared", stage + layout.DECAY_AT + layout.decay_pair(u), decay)
 
 
 def scores(stage: Int32, offset: Int32, lane: Int32) -> list:
     """The operand at ``offset`` times K⁻ᵀ: C fragments [i, j] of j = 0 … 7 and 8 … 15."""
     a_row = stage + offset + layout.rows_by_16(lane)
-    b_row = stage + layout.K_MINUS + layout.rows_by_8(lane)
+    b_row = stage + layout.rows_by_8(lane)
     sums = [[Float32(0.0)] * 4, [Float32(0.0)] * 4]
     for block in range(D // 16):
         a = list(ptx.ldmatrix_x4(layout.block_of(a_row, block)))
-        b = list(ptx.ldmatrix_x4(layout.block_of(b_row, block)))
-        sums = [list(ptx.mma_sync(FORM, a, b[2 * n : 2 * n + 2], sums[n])) for n in range(2)]
+        for at in (layout.K_MINUS_LOW, layout.K_MINUS_HIGH):
+            b = list(ptx.ldmatrix_x4(layout.block_of(b_row + at, block)))
+            sums = [list(ptx.mma_sync(FORM, a, b[2 * n : 2 * n + 2], sums[n])) for n in range(2)]
     return sums
 
 
 def solve(kappa: list, b: Float32, stage: Int32, scratch: Int32, lane: Int32):
-    """T = (I + L)⁻¹ diag(b) by substitution; lane j and lane j + 16 have column j, b is that of token lane mod 16."""
+    """T = (I + L)⁻¹ by substitution, and b; lane j and lane j + 16 have column j, b is that of token lane mod 16."""
     g, t = lane // 4, lane % 4
     minus_b = [-cute.arch.shuffle_sync(b, g), -cute.arch.shuffle_sync(b, g + 8)]
     # −L transposed: row j, column i. Of rows i = g nothing at j ≥ 8 is below the diagonal.
@@ -169,7 +177,8 @@ def solve(kappa: list, b: Float32, stage: Int32, scratch: Int32, lane: Int32):
             ptx.st_b32("shared", column + (8 * n + c) * layout.L_PITCH + half * 32, value)
     cute.arch.sync_warp()
     own = lane % CHUNK
-    values = [select_(own == i, b, Float32(0.0)) for i in range(CHUNK)]
+    ptx.st_b32("shared", stage + layout.B_AT + layout.b_element(own), b)
+    values = [select_(own == i, Float32(1.0), Float32(0.0)) for i in range(CHUNK)]
     for l in range(CHUNK - 1):
         first = (l + 1) // 4 * 4
         row = scratch + layout.L_AT + l * layout.L_PITCH

@@ -21,8 +21,9 @@ from tools import candidates
 pytestmark = pytest.mark.hopper
 
 KERNEL = goldens.KERNELS["kda"]
-COMMITTED = [case for case in KERNEL.cases if case.committed]
-ON_DEMAND = [case for case in KERNEL.cases if not case.committed]
+OWN = [case for case in KERNEL.cases if "chunk16" in case.schedules]
+COMMITTED = [case for case in OWN if case.committed]
+ON_DEMAND = [case for case in OWN if not case.committed]
 D, SCALE = 128, 128**-0.5
 HEADS = 8
 LENGTHS = [37 * i % 131 for i in range(60)]  # 0 … 130, one of them 0

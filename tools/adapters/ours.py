@@ -82,7 +82,7 @@ def _capturable(kernel: str, schedule: str | None) -> Candidate | None:
             made["final_state"] = inputs["q"].new_empty((sequences, heads, 128, 128), dtype=dtype)
         options = {name: params[name] for name in ("scale", "lower_bound")}
         tensors: dict[str, Any] = dict(inputs)
-        launch(**tensors, **made, **options)
+        launch(**tensors, **made, **options, schedule=schedule or "chunk16")
         return made
 
     launches = {"fmha": fmha, "attn_res": attn_res, "mla_query": mla_query, "cache_insert": cache_insert, "kda": kda}

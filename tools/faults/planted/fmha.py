@@ -277,6 +277,7 @@ _K2 = (
 )
 
 _MMA = 'tensor_core.mma(to_bf16(p), values, mul_rn(o[:, rows], alpha), form="wgmma_bf16")'
+_FIRST_ROWS = "[row - row % 16 // 8 * 8 for row in range(alpha.shape[1])]"
 _ARGUMENT = "fma_rn(s, c, -mul_rn(shift, c)[..., None])"
 _LSE = "fma_rn(lg2_approx_ftz(total), ln_2, mul_rn(m, scale))"
 
@@ -329,6 +330,13 @@ _WGMMA = (
         "accumulator not rescaled",
         "d64-q3-k129-negative",
         (_MMA, _MMA.replace("mul_rn(o[:, rows], alpha)", "o[:, rows]")),
+    ),
+    _fault(
+        "wgmma128",
+        "wgmma-rescale-of-the-first-row",
+        "rows r and r + 8 of 16, which a lane holds, rescaled by the first one's factor",
+        "d128-causal-q16-k132-normal",
+        (_MMA, _MMA.replace("alpha)", f"alpha[:, {_FIRST_ROWS}])")),
     ),
     _fault(
         "wgmma128",

@@ -24,7 +24,7 @@ FAULTS = (
     _fault(
         "eps-one-ulp",
         "eps one ULP too large",
-        "t4-faint-s1021",
+        "t4-faint-s1771",
         (_ROOTS, _ROOTS.replace(", eps)", ", torch.nextafter(eps, eps + 1))")),
     ),
     _fault(
@@ -42,7 +42,7 @@ FAULTS = (
     _fault(
         "scale-after-the-norm",
         "q normalised, then scaled: two roundings",
-        "t4-faint-s1194",
+        "t4-faint-s1664",
         (_SCALED, "mul_rn(mul_rn(q, r_q), scale)"),
     ),
     _fault("scale-missing", "q not scaled", "t4-still-s464", (_SCALED, "mul_rn(q, r_q)")),
@@ -107,17 +107,35 @@ FAULTS = (
         "solve-first-order",
         "T as I − L: Neumann's series cut after its second term",
         "t4-still-s464",
-        (_SOLVE, "torch.where(position == l, b[..., None], 0.0)[..., l, None, :], t[..., l + 1 :, :])"),
+        (_SOLVE, "torch.eye(CHUNK)[l], t[..., l + 1 :, :])"),
     ),
     _fault(
         "solve-in-fp64",
         "rows substituted in fp64",
-        "t12-collinear-s116",
+        "t12-collinear-s2219",
         (
             "return to_bf16(t)",
-            "solved = torch.linalg.solve_triangular((lower + torch.eye(CHUNK)).double(), torch.diag_embed(b).double(), "
-            "upper=False)\n    return to_bf16(solved.float())",
+            "solved = torch.linalg.inv((lower + torch.eye(CHUNK)).double())\n    return to_bf16(solved.float())",
         ),
+    ),
+    _fault(
+        "scores-of-the-upper-half",
+        "κ and π by K⁻ rounded to bf16",
+        "t18-lb0-scale1-normal",
+        ("_by_block(*_two_parts(k_down))", "_by_block(torch.zeros_like(k_high), to_bf16(k_down))"),
+    ),
+    _fault(
+        "b-in-the-inverse",
+        "b times T, not times the rest of v",
+        "t20-normal",
+        ('mul_rn(x["b"][:, :, None], rest)', "rest"),
+        ('"t": _inverse(lower)', '"t": to_bf16(mul_rn(_inverse(lower).to(torch.float32), b[..., None, :]))'),
+    ),
+    _fault(
+        "b-missing",
+        "the rest of v not times b",
+        "t4-still-s464",
+        ('mul_rn(x["b"][:, :, None], rest)', "rest"),
     ),
     _fault(
         "scores-strict",

@@ -72,7 +72,7 @@ FAULTS = (
         "wgmma128",
         "rescale-of-the-first-row",
         "both rows of a lane rescaled by the first one's factor",
-        "d64-causal-q70-k134-normal",
+        "d128-causal-q16-k132-normal",
         (SOFTMAX, "rO[i] = mul_rn(rO[i], factors[row_of(i)])", "rO[i] = mul_rn(rO[i], factors[0])"),
     ),
     _fault(
@@ -153,7 +153,7 @@ FAULTS = (
         "chunk16",
         "decay-of-padded-tokens",
         "tokens beyond the end decay",
-        "t20-normal",
+        "t1-to-bf16-normal",
         (PREPARE, 'bound = select_(i < left, gates["bound"], Float32(0.0))', 'bound = gates["bound"]'),
     ),
     _fault(
@@ -178,7 +178,7 @@ FAULTS = (
         "values-added",
         "what the state holds of v added, not subtracted",
         "t20-normal",
-        (STEP, "r = [[sub_rn(v[2 * n", "r = [[add_rn(v[2 * n"),
+        (STEP, "sub_rn(v[2 * n", "add_rn(v[2 * n"),
     ),
     _fault(
         "cache_insert",
