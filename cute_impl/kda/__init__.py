@@ -92,8 +92,8 @@ def fwd(
         checks.check_offsets(cu_seqlens, q.shape[1])
     runtime.require_hopper(q.device)
     torch.ops.goldens.kda(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, final_state,
-        float(scale), float(lower_bound), cluster or 0, segment, workspace if segment else None,
+        q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, final_state, workspace if segment else None,
+        float(scale), float(lower_bound), cluster or 0, segment,
     )  # fmt: skip
 
 
@@ -144,13 +144,16 @@ def _kda(
     cu_seqlens: Tensor | None,
     out: Tensor,
     final_state: Tensor | None,
+    workspace: Tensor | None,
     scale: float,
     lower_bound: float,
-    cluster: int = 0,
-    segment: int = 0,
-    workspace: Tensor | None = None,
+    cluster: int,
+    segment: int,
 ) -> None:
-    """As ``fwd``. cluster 0: by the call and the GPU's size. segment: tokens of a scan's segments, 0 for chunk16."""
+    """As ``fwd``. cluster 0: by the call and the GPU's size. segment: tokens of a scan's segments, 0 for chunk16.
+
+    No argument has a default: torch 2.11 drops trailing ones and then looks for a mutable one in vain.
+    """
     batch, tokens, heads, _ = q.shape
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     tensors = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens)

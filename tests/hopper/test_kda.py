@@ -438,9 +438,9 @@ def test_custom_operator(gpu):
     x, params = normal(gpu)
     tensors = [x[name] for name in (*module.INPUTS, *module.OPTIONAL)]
     out, final = torch.empty_like(x["v"]), torch.empty_like(x["initial_state"])
-    numbers = (params["scale"], params["lower_bound"], 2)
-    torch.library.opcheck(torch.ops.goldens.kda, (*tensors, out, final, *numbers))
-    torch.library.opcheck(torch.ops.goldens.kda, (*tensors[:7], None, None, out, None, *numbers))
+    numbers = (params["scale"], params["lower_bound"], 2, 0)
+    torch.library.opcheck(torch.ops.goldens.kda, (*tensors, out, final, None, *numbers))
+    torch.library.opcheck(torch.ops.goldens.kda, (*tensors[:7], None, None, out, None, None, *numbers))
 
 
 @pytest.mark.parametrize("state_v_first", [False, True])

@@ -286,8 +286,8 @@ def test_custom_operator(gpu):
     size = module.get_workspace_size(270, 2, 2, SCAN)
     workspace = torch.empty(size, dtype=torch.uint8, device=gpu)
     numbers = (params["scale"], params["lower_bound"], 2, 64)
-    torch.library.opcheck(torch.ops.goldens.kda, (*tensors, out, final, *numbers))
-    torch.library.opcheck(torch.ops.goldens.kda, (*tensors, out, final, *numbers, workspace))
+    torch.library.opcheck(torch.ops.goldens.kda, (*tensors, out, final, None, *numbers))
+    torch.library.opcheck(torch.ops.goldens.kda, (*tensors, out, final, workspace, *numbers))
 
 
 def test_a_state_that_is_the_identity(gpu):

@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -100,19 +100,21 @@ def _run(fault: Fault) -> trial.Outcome:
 
 def kernel_faults(faults: Sequence[Fault], on_gpu: bool, jobs: int, html: Path | None) -> tuple[dict, str, list[str]]:
     """JSON, table, and the ids of faults that were not caught, or without a GPU do not compile to other code."""
+    if html:
+        html.mkdir(parents=True, exist_ok=True)
+    pages = [html / f"{f.kernel}-{f.name}.html" if html else None for f in faults]
     if on_gpu:
         require_hopper()
-        words = gpu.sound(faults)
-        if words:
-            raise GoldenError(f"the kernels fail without a fault:\n{words}")
-        if html:
-            html.mkdir(parents=True, exist_ok=True)
+        # Each run is a process of its own, so threads are enough.
+        with ThreadPoolExecutor(jobs) as pool:
+            sound = pool.submit(gpu.sound, faults)
+            outcomes = list(pool.map(gpu.run, faults, pages))
+        if sound.result():
+            raise GoldenError(f"the kernels fail without a fault:\n{sound.result()}")
+    else:
+        outcomes = [gpu.KernelOutcome(f, gpu.NOT_RUN) for f in faults]
     said = gpu.compiled(faults, jobs)
-    outcomes = []
-    for f in faults:
-        page = html / f"{f.kernel}-{f.name}.html" if html else None
-        x = gpu.run(f, page) if on_gpu else gpu.KernelOutcome(f, gpu.NOT_RUN)
+    for f, x in zip(faults, outcomes, strict=True):
         typer.echo(f"{f.id:<44} compiles: {said[f.id]}; {x.state}{f', all of {x.place}' if x.place else ''}")
-        outcomes.append(x)
     failed = [x.fault.id for x in outcomes if said[x.fault.id] != "yes" or (on_gpu and not x.caught)]
     return report.kernels_json(outcomes, said), report.kernels_table(outcomes, said), failed
