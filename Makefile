@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
+# Made again and compared, not written: that is for `goldens regenerate`.
 goldens: $(STAMP)
-	$(BIN)/goldens regenerate
+	$(BIN)/goldens regenerate --check
 	@$(MAKE) --no-print-directory report
 
 report: $(STAMP)
