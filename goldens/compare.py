@@ -80,9 +80,10 @@ class Verdict:
     failing: elements whose bits differ (exact) or that exceed their bound (model).
     wrong_class: those of them that are finite, infinite or NaN where another of these is wanted.
     only_zero_sign: those of them that differ in nothing but the sign of zero (exact).
-    max_ulps: the largest distance among finite pairs, in ULPs of the output's format.
+    max_ulps: the largest distance in ULPs of the output's format; infinite where an element is wrong in class or the
+    other infinity. Two NaNs are at none.
     histogram: elements by |ULPs|; the keys are the buckets' upper ends, the last one "inf".
-    max_error_over_bound: the largest error as a share of what that element may have (model).
+    max_error_over_bound: the largest error as a share of what that element may have (model); infinite likewise.
     mean_ulps_away_from_zero: the mean of sign(want) · (got − want) in ULPs; truncation shows as −0.5 (model).
     inexact_share: the share of elements off by anything (model).
     error_over_model_error: root-mean-square error against the oracle, over that of the model rounded to the same
@@ -155,6 +156,7 @@ def against_exact(
         classes = [x[~same] for x in classes]
     other_class, zeros = classes[0] != classes[1], int((distance == 0).sum())
     finite = (classes[0] == ulp.FINITE) & (classes[1] == ulp.FINITE)
+    beyond = other_class | ((classes[0] == ulp.INFINITE) & (distance > 0))
     ulps = torch.where((classes[0] == ulp.NAN) | (classes[1] == ulp.NAN), torch.nan, distance.to(torch.float64))
     rank = torch.where(other_class, 1 << 62, distance)
     count, wrong = where.numel(), int(other_class.sum())
@@ -170,7 +172,7 @@ def against_exact(
         failing=count,
         wrong_class=wrong,
         only_zero_sign=zeros,
-        max_ulps=float(ulps[finite].max()) if bool(finite.any()) else 0.0,
+        max_ulps=_largest(torch.where(finite, ulps, 0.0), beyond),
         histogram=_histogram(ulps[finite], equal=got.numel() - count),
         worst=_worst(got, want, where, rank, ulps, locate),
         tensor_map=_tensor_map(got.shape, where),
@@ -220,9 +222,9 @@ def against_model(
         elements=got.numel(),
         failing=count,
         wrong_class=classes,
-        max_ulps=float(ulps.max()),
+        max_ulps=_largest(ulps, wrong_class),
         histogram=_histogram(ulps[finite]),
-        max_error_over_bound=float(share.max()),
+        max_error_over_bound=_largest(share, wrong_class),
         mean_ulps_away_from_zero=float(signed.mean()),
         inexact_share=float((error > 0).to(torch.float64).mean()),
         error_over_model_error=_error_ratio(wide, rounded, oracle, finite),
@@ -263,6 +265,13 @@ def _name(dtype: torch.dtype) -> str:
 
 def _of_them(count: int, what: str) -> str:
     return f", {count} of them {what}" if count else ""
+
+
+def _largest(figures: Tensor, beyond: Tensor) -> float:
+    """The largest figure, 0 of none; infinite if any element is ``beyond`` all figures."""
+    if bool(beyond.any()):
+        return math.inf
+    return float(figures.max()) if figures.numel() else 0.0
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -85,9 +85,9 @@ def words(error: BaseException) -> str:
     return f"raised {last}" + (f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else "")
 
 
-def failed(reason: str) -> list[Verdict]:
-    """The verdict on a call that gave no outputs."""
-    return [Verdict("call", "exact", False, reason)]
+def failed(reason: str, against: str, what: str = "call") -> list[Verdict]:
+    """The verdict where nothing could be compared: the call gave no outputs, or the golden cannot be read."""
+    return [Verdict(what, against, False, reason)]
 
 
 def required(case: Case, golden: Tensors, schedule: str | None) -> Tensors:

@@ -12,10 +12,11 @@ from goldens.case import Case
 
 @dataclass(frozen=True)
 class Difference:
-    """How a case made now differs from what was there."""
+    """How a case made now differs from what was there; ``done``: what was done about it, empty in a check."""
 
     case: str
     what: str
+    done: str = ""
 
 
 def all_cases() -> list[Case]:
@@ -53,6 +54,7 @@ def regenerate(
     cases = list(cases)
     data = root or store.DATA
     made, differences = {}, []
+    written, removed, left_alone = ("", "", "") if check else ("written", "removed", "left alone")
     with _locked(data, check), store.staging() as stage:
         manifest = _read_manifest(data, may_lack=not check)
         for case in cases:
@@ -61,19 +63,21 @@ def regenerate(
             path = store.path_of(case, root)
             what = _compare(case, made[case.id], content, manifest, path)
             if what:
-                differences.append(Difference(case.id, what))
+                differences.append(Difference(case.id, what, written))
             if not check and (what or not path.exists()):
                 stage.add(path, content)
             progress(case)
         kernels = {case.kernel for case in cases}
         stale, foreign = _leftovers(manifest, data, root, kernels, stage.temporary)
-        differences += [Difference(case_id, "in the manifest, but there is no such case") for case_id in stale]
-        differences += [Difference(str(path), "a file of no case") for path in foreign]
+        differences += [Difference(case_id, "in the manifest, but there is no such case", removed) for case_id in stale]
+        theirs = root is not None  # another folder's files are not ours to remove
+        fate = left_alone if theirs else removed
+        differences += [Difference(str(path), "a file of no case", fate) for path in foreign]
         if not check:
             kept = {case_id: entry for case_id, entry in (manifest | made).items() if case_id not in stale}
             stage.add(data / store.MANIFEST, store.manifest_bytes(kept))
             stage.publish()
-            for path in foreign if root is None else []:  # another folder's files are not ours to remove
+            for path in [] if theirs else foreign:
                 path.unlink()
     return differences
 

@@ -258,11 +258,12 @@ def load(case: Case, manifest: dict[str, Any], root: Path | None = None) -> Tens
         made = KERNELS[case.kernel].inputs(case)
         tensors |= {f"in/{name}": made[name] for name in case.regenerated}
     digests = manifest[case.id]["sha256"]
+    either = f"this file was changed, or the case's entry in {(root or DATA) / MANIFEST}; {REMEDY}"
     if set(digests) != set(tensors):
-        raise GoldenError(f"{path}: holds {sorted(tensors)}, the manifest lists {sorted(digests)}; {REMEDY}")
+        raise GoldenError(f"{path}: holds {sorted(tensors)}, the manifest lists {sorted(digests)}; {either}")
     for name, x in tensors.items():
         if digest(x) != digests[name]:
-            raise GoldenError(f"{path}: {name} is not what the manifest says (SHA-256 {digests[name][:12]}…); {REMEDY}")
+            raise GoldenError(f"{path}: {name} is not what the manifest says (SHA-256 {digests[name][:12]}…); {either}")
     return tensors
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import goldens
@@ -78,6 +80,15 @@ def empties(inputs, params):
 
 def refuses(inputs, params):
     raise Unsupported("pages of one row")
+
+
+def interrupts(inputs, params):
+    raise KeyboardInterrupt("mine")
+
+
+def is_interrupted(inputs, params):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(3600)
 
 
 def hangs(inputs, params):
@@ -299,8 +310,52 @@ def test_a_candidate_that_calls_sys_exit_fails_and_the_run_goes_on(module: Path,
     cases = ("--case", INSERT, "--case", "cache_insert/b2-crossing-normal")
     result = goldens_command("verify", "--candidate", f"{module}:leaves", "--device", "cpu", *cases, *options)
     assert result.exit_code == 1
-    assert result.stdout.count("call against exact: the candidate called sys.exit(0)\n") == 2
+    assert result.stdout.count("any call against model: the candidate called sys.exit(0)\n") == 2
     assert "0 of 2 runs passed" in result.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--timeout", "0")], ids=["worker", "in-process"])
+def test_a_candidate_that_raises_keyboard_interrupt_fails_and_the_run_goes_on(module: Path, options: tuple) -> None:
+    cases = ("--case", INSERT, "--case", "cache_insert/b2-crossing-normal")
+    before = signal.getsignal(signal.SIGINT)
+    result = goldens_command("verify", "--candidate", f"{module}:interrupts", "--device", "cpu", *cases, *options)
+    assert result.exit_code == 1
+    line = PRELUDE.splitlines().index('    raise KeyboardInterrupt("mine")') + 1
+    said = f"call against model: the candidate raised KeyboardInterrupt: mine ({module}, line {line})\n"
+    assert result.stdout.count(said) == 2
+    assert "0 of 2 runs passed" in result.stdout
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_users_interruption_ends_the_run(module: Path) -> None:
+    candidate = ("--candidate", f"{module}:is_interrupted", "--device", "cpu", "--timeout", "0")
+    done = python("-m", "tools.cli", "verify", *candidate, "--case", INSERT)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "interrupted; nothing was written" in done.stderr
+
+
+LABELS = {
+    "any": ((), "any call against model: "),
+    "schedule": (("--schedule", "insert"), "insert call against exact: "),
+    "invariance": (("--invariance",), "any call against invariance: "),
+}
+
+
+@pytest.mark.parametrize(("options", "label"), LABELS.values(), ids=LABELS)
+def test_a_failed_call_is_labelled_by_what_was_asked_for(module: Path, options: tuple, label: str) -> None:
+    candidate = ("--candidate", f"{module}:raises", "--device", "cpu", "--timeout", 0)
+    result = goldens_command("verify", *candidate, "--case", INSERT, *options)
+    assert result.exit_code == 1
+    assert f"{INSERT} {label}raised KeyError" in result.stdout
+
+
+@pytest.mark.parametrize("options", [(), ("--timeout", "0")], ids=["worker", "in-process"])
+def test_a_module_that_raises_keyboard_interrupt_is_wrong_usage(tmp_path: Path, options: tuple) -> None:
+    path = tmp_path / "leaves.py"
+    path.write_text("raise KeyboardInterrupt\n")
+    result = goldens_command("verify", "--candidate", f"{path}:f", "--device", "cpu", "--case", INSERT, *options)
+    assert result.exit_code == 2
+    assert f"{path}:f: its import raised KeyboardInterrupt ({path}, line 1)" in result.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--timeout", "0")], ids=["worker", "in-process"])
@@ -370,6 +425,16 @@ def test_candidates_are_listed() -> None:
     assert set(lines) == set(adapters.ADAPTERS)
     assert lines["sdpa"].endswith("yes")
     assert all(line.endswith("yes") or "; no: " in line for line in lines.values())
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_candidates_are_listed_within_the_terminals_width(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    whole = goldens_command("candidates").stdout
+    monkeypatch.setattr(cli, "out", Console(width=width, highlight=False))
+    wrapped = goldens_command("candidates").stdout
+    assert max(map(len, whole.splitlines())) > 80
+    assert max(map(len, wrapped.splitlines())) <= width
+    assert "".join(wrapped.split()) == "".join(whole.split())
 
 
 def test_every_adapter_is_a_module_that_imports_nothing_yet() -> None:

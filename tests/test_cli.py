@@ -187,9 +187,25 @@ def test_regenerate_check_fails_on_a_damaged_copy_and_mends_it_without(folder: P
     assert path.read_bytes() != whole
     result = run("regenerate", *options)
     assert result.exit_code == 0
-    assert "differences: 1, now written" in result.stdout
+    assert f"{SMALL}: its file does not hold these bytes; written\ndifferences: 1, now 1 written\n" in result.stdout
     assert path.read_bytes() == whole
     assert run("regenerate", "--check", *options).exit_code == 0
+
+
+def test_regenerate_says_what_it_removed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a run that was killed."""
+    left = folder / "fmha" / f".{Path(SMALL).name}.safetensors-x1y2"
+    left.write_bytes(b"")
+    result = run("regenerate", "--case", SMALL, "--out", folder)
+    assert result.stdout == f"{left}: a file of no case; left alone\ndifferences: 1, now 1 left alone\n"
+    assert left.exists()
+    monkeypatch.setattr(store, "DATA", folder)
+    damage(folder / f"{SMALL}.safetensors")
+    result = run("regenerate", "--case", SMALL)
+    assert result.exit_code == 0
+    assert f"{left}: a file of no case; removed\n" in result.stdout
+    assert "differences: 2, now 1 written, 1 removed\n" in result.stdout
+    assert not left.exists()
 
 
 def test_regenerate_takes_the_kernel_and_all_options(twin: str, tmp_path: Path) -> None:
@@ -239,6 +255,44 @@ def test_a_damaged_manifest_ends_with_1_and_the_remedy(monkeypatch: pytest.Monke
     result = run(*{"report": ("report", "--case", ZEROS), "show": ("show", ZEROS)}.get(command, (command, "--check")))
     assert result.exit_code == 1
     assert "restore it from git" in result.stderr
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+BROKEN_GOLDEN = {
+    "report": (("report",), (ZEROS, NORMAL), "exact", f"{NORMAL} k2 "),
+    "report-model-only": (("report",), (ZEROS, SMALL), "exact", f"{SMALL} any "),
+    "verify": (("verify", "--candidate", "exact"), (ZEROS, NORMAL), "exact", f"{NORMAL} k2 "),
+    "verify-any": (("verify", "--candidate", "sdpa"), (ZEROS, NORMAL), "model", f"{NORMAL} any "),
+    "invariance": (("verify", "--candidate", "exact", "--invariance"), (ZEROS, NORMAL), "invariance", f"{NORMAL} k2 "),
+}
+
+
+@pytest.mark.parametrize(("command", "cases", "against", "who"), BROKEN_GOLDEN.values(), ids=BROKEN_GOLDEN)
+def test_a_damaged_golden_fails_its_case_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, command: tuple, cases: tuple, against: str, who: str
+) -> None:
+    right, broken = cases
+    cut(folder / f"{broken}.safetensors")
+    monkeypatch.setattr(store, "DATA", folder)
+    entries = store.read_manifest(folder)
+    monkeypatch.setattr(store, "read_manifest", lambda: entries)
+    files = [folder / f"r.{kind}" for kind in ("json", "md", "html")]
+    options = ("--device", "cpu", *IN_PROCESS) if command[0] == "verify" else ()
+    written = ("--json", files[0], "--markdown", files[1], "--html", files[2])
+    result = run(*command, "--case", broken, "--case", right, *options, *written)
+    assert result.exit_code == 1
+    words = f"{folder / broken}.safetensors: damaged or truncated ("
+    assert f"{who}golden against {against}: {words}" in result.stdout
+    assert "1 of 2 runs passed" in result.stdout
+    failed, passed = strict_json(files[0])["results"]
+    assert (failed["case"], failed["passed"], passed["case"], passed["passed"]) == (broken, False, right, True)
+    [verdict] = failed["verdicts"]
+    assert (verdict["output"], verdict["against"], verdict["elements"]) == ("golden", against, 0)
+    assert verdict["reason"].startswith(words)
+    assert all(words in file.read_text() for file in files[1:])
 
 
 def strict_json(path: Path) -> dict:
@@ -331,7 +385,7 @@ def test_a_failing_report_ends_with_1_and_says_where(tmp_path: Path) -> None:
     content = strict_json(tmp_path / "r.json")["results"][0]
     assert not content["passed"]
     exact = content["verdicts"][0]
-    assert (exact["failing"], exact["wrong_class"], exact["max_ulps"]) == (5, 1, 1.0)
+    assert (exact["failing"], exact["wrong_class"], exact["max_ulps"]) == (5, 1, "inf")
     assert (exact["worst"][0]["index"], exact["worst"][0]["got"]) == ([0, 63, 0], "nan")
     assert exact["worst"][1]["where"] == {"tile": 0, "batch": 0, "warp": 0, "lane": 9, "register": 0}
     for text in (result.stdout, (tmp_path / "r.md").read_text()):

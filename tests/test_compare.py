@@ -55,7 +55,8 @@ def test_one_code_apart_or_many(
     got, want = (from_codes(dtype, code) for code in pair)
     verdict = against_exact("o", got, want)
     assert not verdict.passed
-    assert (verdict.failing, verdict.wrong_class, verdict.max_ulps) == (1, int(other_class), ulps)
+    largest = math.inf if other_class else ulps
+    assert (verdict.failing, verdict.wrong_class, verdict.max_ulps) == (1, int(other_class), largest)
     assert verdict.only_zero_sign == int(ulps == 0 and not other_class)
     assert verdict.reason.startswith("1 of 1 elements differ")
     assert ("in class" in verdict.reason) == other_class
@@ -242,7 +243,20 @@ def test_no_budget_excuses_a_wrong_class(got: float, model: float, dtype: torch.
     verdict = model_verdict(torch.tensor([got, 1.0], dtype=dtype), torch.tensor([model, 1.0]), math.inf)
     assert not verdict.passed
     assert (verdict.failing, verdict.wrong_class) == (1, 1)
+    assert (verdict.max_ulps, verdict.max_error_over_bound) == (math.inf, math.inf)
     assert verdict.worst[0].index == (0,)
+
+
+def test_nothing_but_nan_is_at_an_infinite_distance() -> None:
+    got, want = torch.full((2, 3), math.nan, dtype=BF16), torch.ones(2, 3)
+    exact, model = against_exact("o", got, want.to(BF16)), model_verdict(got, want, 1.0)
+    assert (exact.wrong_class, model.wrong_class) == (6, 6)
+    assert (exact.max_ulps, model.max_ulps, model.max_error_over_bound) == (math.inf, math.inf, math.inf)
+
+
+def test_the_other_infinity_is_infinitely_far_and_another_nan_is_not(from_codes: Codes) -> None:
+    assert against_exact("o", from_codes(BF16, 0x7F80), from_codes(BF16, 0xFF80)).max_ulps == math.inf
+    assert against_exact("o", from_codes(BF16, 0x7FC0), from_codes(BF16, 0x7FFF)).max_ulps == 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "minus-inf"])

@@ -1,8 +1,12 @@
 """The digest of JSON reports: one line a candidate and kernel, each kind of run in its own columns."""
 
+import json
+from pathlib import Path
 from typing import Any
 
-from tools.report.digest import ANY, COLUMNS, digest
+import pytest
+
+from tools.report.digest import ANY, COLUMNS, digest, main
 
 
 def verdict(against: str, **fields: Any) -> dict[str, Any]:
@@ -38,6 +42,7 @@ BITS = {
     "results": [result("k2", [verdict("exact", failing=3), model(50.0, 9.0, 9.0)], False)] * 2,
     "not_supported": [{"case": "fmha/y", "schedule": "k2", "reason": "not supported: packed"}],
 }
+REPORT = {"format": 2, "results": [result(ANY, [model(1.0, 0.1, 1.0) | {"output": "o", "passed": True}])]}
 INVARIANT = {"results": [result(ANY, [verdict("invariance")], options=" --invariance")] * 4}
 
 
@@ -61,3 +66,48 @@ def test_what_did_not_run_is_empty() -> None:
 def test_infinite_errors_are_said() -> None:
     row = cells({"results": [result(ANY, [model(1.0, 0.5, 1.0) | {"max_error_over_bound": "inf"}], False)]})
     assert row["error / bound, largest"] == "inf%"
+    row = cells({"results": [result(ANY, [model(1.0, 0.5, 1.0) | {"max_ulps": "inf"}], False)]})
+    assert row["ULPs of model: median, largest"] == "inf, inf"
+
+
+def test_a_file_that_is_a_report_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(REPORT))
+    assert main([str(path), str(path)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[2].startswith("| fmha | peer |")
+    assert printed.err == ""
+
+
+NO_REPORT = {
+    "missing": (None, "No such file"),
+    "empty": ("", "Expecting value"),
+    "no-json": ("{", "Expecting property name"),
+    "a-list": ("[]", "this is no JSON report of `goldens report`"),
+    "older": ('{"format": 1, "results": []}', "its format is 1, allowed is 2"),
+    "run-that-is-none": ('{"format": 2, "results": [3]}', "a run or a verdict is not as it should be"),
+    "run-without-command": (
+        json.dumps({"format": 2, "results": [{k: v for k, v in REPORT["results"][0].items() if k != "command"}]}),
+        "a run or a verdict is not as it should be (KeyError('command'))",
+    ),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), NO_REPORT.values(), ids=NO_REPORT)
+def test_what_is_no_report_is_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, words: str
+) -> None:
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_text(content)
+    assert main([str(path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"digest: {path}: ")
+    assert words in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_without_a_report_the_usage_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert capsys.readouterr().err == "usage: python -m tools.report.digest REPORT.json …\n"

@@ -82,6 +82,28 @@ def test_json_has_numbers_that_json_lacks_as_words(faulty):
     assert [e["got"] for e in exact["worst"]] == ["nan", "-inf"]
 
 
+def test_a_run_of_nothing_but_nan_is_infinitely_far_in_every_form():
+    result = planted.run(planted.CASE, lambda outputs: outputs["o"].fill_(math.nan))
+    content = as_json([result])
+    jsonschema.validate(content, SCHEMA)
+    exact, model = content["results"][0]["verdicts"]
+    assert (exact["max_ulps"], model["max_ulps"], model["max_error_over_bound"]) == ("inf", "inf", "inf")
+    [row] = report.rows(result)
+    assert row.cells[4:6] == ("inf", "inf%")
+    assert "| inf | inf% |" in report.to_markdown([result], "Title")
+    assert " inf │ inf% " in " ".join("\n".join(terminal([result], 160)).split())
+    assert report.against([result], content) == []
+    page = report.to_html([result, planted.run("fmha/d64-n64-ties")], "Title")
+    assert 'data-label="ULPs from model">inf<' in page
+    assert 'data-label="error / bound">inf%<' in page
+
+
+def test_a_call_that_failed_has_no_figures_against_the_model():
+    verdict = Verdict("call", "model", False, "raised ValueError")
+    page = report.to_html([replace(planted.run(planted.CASE), verdicts=(verdict,))], "Title")
+    assert 'data-label="ULPs from model">–<' in page
+
+
 def test_json_maps_where_the_failures_lie(faulty):
     exact = as_json(faulty)["results"][0]["verdicts"][0]
     kernel, tensor = exact["kernel_map"], exact["tensor_map"]

@@ -228,8 +228,11 @@ def test_a_manifest_that_disagrees_or_lacks_the_case(folder: Path) -> None:
     digests["model/o"] = "0" * 64
     with pytest.raises(GoldenError, match=r"q1-k65.*: model/o is not what the manifest says \(SHA-256 000000000000…\)"):
         store.load(CASE, manifest, folder)
+    either = f"this file was changed, or the case's entry in {folder / store.MANIFEST}; `git checkout`"
+    with pytest.raises(GoldenError, match=either):
+        store.load(CASE, manifest, folder)
     del digests["model/o"]
-    with pytest.raises(GoldenError, match=r"holds .*model/o.*, the manifest lists"):
+    with pytest.raises(GoldenError, match=rf"holds .*model/o.*, the manifest lists .*; {either}"):
         store.load(CASE, manifest, folder)
     del manifest[CASE.id]
     with pytest.raises(GoldenError, match=f"{CASE.id}: not in the manifest; `goldens regenerate --case {CASE.id}`"):
@@ -280,7 +283,8 @@ def test_regeneration_mends_what_is_damaged_and_nothing_else(folder: Path) -> No
     [difference] = regenerate(cases, check=True, root=folder)
     assert (difference.case, difference.what) == (CASE.id, "its file does not hold these bytes")
     assert snapshot(folder) != before
-    assert regenerate(cases, check=False, root=folder) == [difference]
+    [mended] = regenerate(cases, check=False, root=folder)
+    assert (mended.case, mended.what, mended.done) == (CASE.id, difference.what, "written")
     assert snapshot(folder) == before
     assert regenerate(cases, check=False, root=folder) == []
 
@@ -311,9 +315,9 @@ def test_a_lost_file_and_a_file_of_no_case_are_found(folder: Path) -> None:
     lost.unlink()
     make_foreign(foreign)
     found = regenerate([CASE], check=True, root=folder)
-    assert [(d.case, d.what) for d in found] == [
-        (CASE.id, "its file is missing"),
-        (str(foreign), "a file of no case"),
+    assert [(d.case, d.what, d.done) for d in found] == [
+        (CASE.id, "its file is missing", ""),
+        (str(foreign), "a file of no case", ""),
     ]
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +20,7 @@ import goldens
 from goldens import store
 from goldens.case import Case
 from goldens.compare import against_exact
-from goldens.judge import judge, select
+from goldens.judge import failed, judge, select
 from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
 from tools import candidates, doctor, evidence, export, faults, report, trial
@@ -149,38 +150,50 @@ def regenerate(
     except KeyboardInterrupt:
         raise fail("interrupted; nothing was written", Exit.FAIL) from None
     for difference in differences:
-        out.print(f"{difference.case}: {difference.what}", markup=False, soft_wrap=True)
+        line = f"{difference.case}: {difference.what}" + (f"; {difference.done}" if difference.done else "")
+        out.print(line, markup=False, soft_wrap=True)
     if not differences:
         out.print(f"{len(cases)} cases made again, every byte as it was")
     elif check:
         raise fail(f"differences: {len(differences)}", Exit.FAIL)
     else:
-        out.print(f"differences: {len(differences)}, now written")
+        done = Counter(difference.done for difference in differences)
+        out.print(f"differences: {len(differences)}, now " + ", ".join(f"{n} {words}" for words, n in done.items()))
         if any(difference.what.startswith("changed") for difference in differences):
             out.print("a golden that changes needs its reason in CHANGELOG.md")
 
 
 def judge_exact(cases: list[Case], only: str | None) -> list[report.Result]:
     """Judge the exact models, on every schedule of every case or on one."""
-    results = []
+    results: list[report.Result] = []
 
     def work(done: Callable[[Case], None]) -> None:
         manifest = store.read_manifest()
         for case in cases:
-            kernel = goldens.KERNELS[case.kernel]
-            golden = store.obtain(kernel, case, manifest)
-            for schedule in (s for s in case.schedules if only in (None, s)):
-                inputs = {name: x.clone() for name, x in select(golden, "in/").items()}
-                verdicts = judge(kernel, case, golden, kernel.reference.exact(inputs, case.params, schedule), schedule)
-                results.append(
-                    report.Result(case, schedule, report.EXACT_MODEL, tuple(verdicts), case.exact_only or "")
-                )
+            results.extend(judge_exact_case(case, manifest, only))
             done(case)
 
     try:
         each(cases, "judging", work)
     except store.GoldenError as error:
         raise fail(str(error), Exit.FAIL) from None
+    return results
+
+
+def judge_exact_case(case: Case, manifest: dict[str, Any], only: str | None) -> list[report.Result]:
+    """One case of ``judge_exact``; a golden that cannot be read fails it."""
+    kernel, results = goldens.KERNELS[case.kernel], []
+    schedules = [s for s in case.schedules if only in (None, s)]
+    try:
+        golden = store.obtain(kernel, case, manifest)
+    except store.GoldenError as error:
+        verdicts = tuple(failed(str(error), "exact", "golden"))
+        return [report.Result(case, s, report.EXACT_MODEL, verdicts) for s in schedules or [trial.ANY]]
+    for schedule in schedules:
+        inputs = {name: x.clone() for name, x in select(golden, "in/").items()}
+        outputs = kernel.reference.exact(inputs, case.params, schedule)
+        verdicts = tuple(judge(kernel, case, golden, outputs, schedule))
+        results.append(report.Result(case, schedule, report.EXACT_MODEL, verdicts, case.exact_only or ""))
     return results
 
 
@@ -309,7 +322,7 @@ def verify(
 def list_candidates() -> None:
     """The candidates that have a name: public kernels, ours, the exact models; whether each can be imported here."""
     for name, kernels, what, state in candidates.available():
-        out.print(f"{name:<16} {kernels:<12} {what}; {state}", markup=False, soft_wrap=True)
+        out.print(f"{name:<16} {kernels:<12} {what}; {state}", markup=False, overflow="fold")
 
 
 @app.command("report")

@@ -15,6 +15,7 @@ from tools.report import OURS, Result
 from tools.worker import InProcess, Worker
 
 ANY = "any"  # the schedule of a candidate that claims none
+INVARIANCE = "invariance"
 SECONDS = 600.0
 
 
@@ -91,7 +92,7 @@ class Trial:
                 yield NotSupported(case, schedule or ANY, str(refused))
                 continue
             except CallFailed as error:
-                verdicts = failed(str(error))
+                verdicts = failed(str(error), _judged_by(schedule))
             if not verdicts:
                 reason = f"only the bits of a schedule decide here, and it claims none: {case.exact_only}"
                 yield NotSupported(case, ANY, reason, "not judged")
@@ -117,8 +118,18 @@ class Trial:
                 yield NotSupported(case, schedule or ANY, str(refused))
                 continue
             except CallFailed as error:
-                verdicts += failed(str(error))
+                verdicts += failed(str(error), INVARIANCE)
             yield self._run(case, schedule, verdicts, "", " --invariance")
+
+    def without_golden(
+        self, case: Case, schedules: tuple[str | None, ...], reason: str, invariant: bool
+    ) -> list[Run | NotSupported]:
+        """The failure of a case whose golden cannot be read, once for each schedule."""
+        found: list[Run | NotSupported] = []
+        for schedule in schedules or (None,):
+            verdicts = failed(reason, INVARIANCE if invariant else _judged_by(schedule), "golden")
+            found.append(self._run(case, schedule, verdicts, "", " --invariance" if invariant else ""))
+        return found
 
     def _caller(self, kernel: str, schedule: str | None) -> invariance.Call:
         return lambda inputs, params, graph: self._held.call(kernel, schedule, inputs, params, graph)
@@ -132,9 +143,20 @@ class Trial:
         return Run(case, schedule or ANY, self.name, tuple(verdicts), note, again + options)
 
 
+def _judged_by(schedule: str | None) -> str:
+    """What a verdict is against: the bits of a schedule that is demanded, else the model."""
+    return "model" if schedule is None else "exact"
+
+
 def run(
     trial: Trial, case: Case, manifest: dict[str, Any], invariant: bool, *only: str | None
 ) -> list[Run | NotSupported]:
-    """One case, judged by its golden or tried for invariance; for ``only`` one schedule, or all that are demanded."""
-    judged = trial.by_invariance if invariant else trial.by_golden
-    return list(judged(case, manifest, only or trial.schedules(case)))
+    """One case, judged by its golden or tried for invariance; for ``only`` one schedule, or all that are demanded.
+
+    A golden that cannot be read fails its case alone.
+    """
+    judged, schedules = trial.by_invariance if invariant else trial.by_golden, only or trial.schedules(case)
+    try:
+        return list(judged(case, manifest, schedules))
+    except store.GoldenError as error:
+        return trial.without_golden(case, schedules, str(error), invariant)

@@ -1,17 +1,20 @@
 """A candidate in a process of its own: what hangs or crashes ends that process, never the run."""
 
+import contextlib
 import io
 import multiprocessing
 import signal
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from goldens.case import Tensors
-from goldens.judge import CallFailed, Candidate, Unsupported, call, collect, duplicate
+from goldens.judge import CallFailed, Candidate, Unsupported, call, collect, duplicate, words
 from tools import candidates
 from tools.adapters import Missing
 
@@ -53,10 +56,8 @@ class InProcess:
 
     def __init__(self, candidate: str, device: torch.device):
         self.device = device
-        try:
+        with _exits_as(lambda said: candidates.CandidateError(f"{candidate}: its import {said}")):
             self._loaded = candidates.load(candidate)
-        except SystemExit as error:
-            raise candidates.CandidateError(f"{candidate}: its import called {_exit_call(error)}") from None
         self.claims, self.outputs = self._loaded.claims, self._loaded.outputs
         self._made: dict[tuple[str, str | None], Candidate] = {}
 
@@ -65,15 +66,41 @@ class InProcess:
     ) -> Tensors:
         """The outputs, on the CPU. CallFailed or Unsupported; Missing if the candidate's package is not there."""
         key = (kernel, schedule)
-        try:
+        with _exits_as(lambda said: CallFailed(f"the candidate {said}")):
             if key not in self._made:
                 self._made[key] = self._loaded.make(kernel, schedule)
             return (replay if graph else call)(self._made[key], inputs, params, self.device)
-        except SystemExit as error:
-            raise CallFailed(f"the candidate called {_exit_call(error)}") from None
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+@contextlib.contextmanager
+def _exits_as(failure: Callable[[str], Exception]) -> Iterator[None]:
+    """A candidate's SystemExit or KeyboardInterrupt as a failure that says what it did; the user's Ctrl-C passes."""
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        pressed = True
+        raise KeyboardInterrupt
+
+    handler = signal.getsignal(signal.SIGINT)
+    listens = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    if listens:
+        signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except SystemExit as error:
+        raise failure(f"called {_exit_call(error)}") from None
+    except KeyboardInterrupt as error:
+        # Where signals are neither ignored nor listened to, nothing tells whose it is.
+        if pressed or not (listens or handler is signal.SIG_IGN):
+            raise
+        raise failure(words(error)) from None
+    finally:
+        if listens:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _exit_call(error: SystemExit) -> str:

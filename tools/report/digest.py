@@ -8,13 +8,14 @@ prints it as a Markdown table; the versions are those of the packages that are i
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tools.adapters import ADAPTERS
 from tools.environment import version
+from tools.report.changes import against
 
 COLUMNS = (
     "kernel",
@@ -111,5 +112,32 @@ def versions() -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
+def read(path: Path) -> Mapping[str, Any]:
+    """A JSON report. ValueError, naming the file, if it cannot be read or is none."""
+    try:
+        document = json.loads(path.read_text())
+        against([], document)
+        digest([document], {})
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {str(error).removeprefix('old report: ')}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a run or a verdict is not as it should be ({error!r})") from None
+    return document
+
+
+def main(names: Sequence[str]) -> int:
+    """Print the digest of these reports; the exit code: 0, or 2 for wrong usage."""
+    if not names:
+        print("usage: python -m tools.report.digest REPORT.json …", file=sys.stderr)
+        return 2
+    try:
+        documents = [read(Path(name)) for name in names]
+    except ValueError as error:
+        print(f"digest: {error}", file=sys.stderr)
+        return 2
+    print(digest(documents, versions()))
+    return 0
+
+
 if __name__ == "__main__":
-    print(digest([json.loads(Path(name).read_text()) for name in sys.argv[1:]], versions()))
+    sys.exit(main(sys.argv[1:]))

@@ -75,8 +75,8 @@ class Group:
         return sum(row.exact.elements for row in self.rows if row.exact)
 
     def largest(self, field: str) -> float | None:
-        """The largest value of a field of the verdicts against the model."""
-        values = [getattr(row.model, field) for row in self.rows if row.model]
+        """The largest value of a field of the verdicts against the model, those that compared no element aside."""
+        values = [getattr(row.model, field) for row in self.rows if row.model and row.model.elements]
         return max((value for value in values if value is not None), default=None)
 
     @property
