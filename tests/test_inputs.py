@@ -24,27 +24,27 @@ SMALLEST_NORMAL = 2.0**-126
 PINNED = {
     "words": (
         lambda label: inputs.words(label, 16),
-        "d37c2082a82cd0b0b874c10a32c9ea66d47f2e22bfc0f0ac9f939d8f6afdf277",
+        "d37c2082a82cd0b0b874c10a32c9ea66",
     ),
     "integers": (
         lambda label: inputs.integers(label, (4, 5), -3, 100),
-        "13e8bf65aecdfa4d906fcd56fbc43367e32edfcb1db9b205b111cf63f001d90d",
+        "13e8bf65aecdfa4d906fcd56fbc43367",
     ),
     "normal": (
         lambda label: inputs.normal(label, (33,)),
-        "1d3408304217c65f0e5077752fa57973aa459f6f0b887a00d06772b83c50ea56",
+        "1d3408304217c65f0e5077752fa57973",
     ),
     "normal-bf16": (
         lambda label: inputs.normal_bf16(label, (33,), 0.5),
-        "68e99769c648df9332b723fc0e46b7eee9dd0ec8712e62e3f0855c1eae647b1d",
+        "68e99769c648df9332b723fc0e46b7ee",
     ),
     "wide-bf16": (
         lambda label: inputs.wide_bf16(label, (33,), -40, 40),
-        "df132869cf05c315c39ea22e6df99fc853454ddc75e7386f0d5f93619ea08144",
+        "df132869cf05c315c39ea22e6df99fc8",
     ),
     "bits-bf16": (
         lambda label: inputs.bits_bf16(label, (33,)),
-        "011f9e4f73d8d421c7be1d8d5ce9f633a746e5defc7ccbc8f7e83a0b22da98d3",
+        "011f9e4f73d8d421c7be1d8d5ce9f633",
     ),
 }
 EVERY = pytest.mark.parametrize(("draw", "digest"), PINNED.values(), ids=PINNED)
