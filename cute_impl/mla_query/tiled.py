@@ -7,7 +7,7 @@ are not written. One more cluster inserts the cache rows, a warp each. 256 threa
 the PTX ISA's fragments.
 
   stage      a warp's 24 rows · 192 columns of Q_B in 72 registers as the MMA takes them; [128, 64] of W_UK by cp.async
-  wait       for the predecessor; everything before it depends on weights alone
+  wait       for the predecessor; everything before it depends on weights alone. Then the successor may start
   norm       row b by CTA b mod 8, warp b / 8: Σx² of all 1536 columns; its rr goes to all CTAs by st.async (exchange 1)
   x̂          192 threads normalise the CTA's 192 columns of all rows, in place in sX
   Q_B        per tile of requests and 8 rows of Q_B (m16n8) 12 MMAs from 0; a lane's 16 bytes are 8 consecutive k, of
@@ -26,8 +26,9 @@ Outputs and cache are written after the wait for the predecessor. With ``dcp`` s
 Exchange 3 is a bulk copy because st.async sends about a lane a cycle on an H200, however few its bytes.
 
 Shared memory, bytes: sUk 128 · 144 (padded: 8 rows of a matrix on different banks), sX 16 T · 448 (padded), sPart
-12,288 T, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 23,616 T. For T > 1 at least ``ALONE``: two CTAs on an SM,
-as overlapping launches would place them, share its path to the cluster (B = 64: 10.0 µs instead of 7.8).
+12,288 T, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 23,616 T. Two CTAs fit on an SM: one at work, and one of the
+next launch that has its weights. Were a launch to let the next one in before its own wait, three would overlap, and two
+CTAs of one launch share an SM's path to the cluster (12 heads, B = 64: 10.1 µs instead of 7.3).
 """
 
 from dataclasses import dataclass
@@ -56,8 +57,8 @@ COLUMNS = LATENT // CTAS
 UK_PITCH, X_PITCH = 2 * COLUMNS + 16, 2 * K + 64
 OWNERS = 2 * K // 16 * WARPS  # threads that normalise: 24 pieces of 16 bytes a row, 8 rows at once
 FRAGMENT = 512  # bytes of a warp's tile, 4 words a lane
+ABREAST = 2  # rows that a thread normalises at once
 SMS = 132  # of an H200
-ALONE = 116 * 1024  # bytes of shared memory with which a CTA has its SM to itself
 FORM = "m16n8k16.row.col.f32.bf16.bf16.f32"
 
 
@@ -81,8 +82,7 @@ class Config:
 
     @property
     def smem_bytes(self) -> int:
-        used = sum(self.sizes) + 24
-        return used if self.tiles == 1 else max(used, ALONE)
+        return sum(self.sizes) + 24
 
 
 class Tiled:
@@ -128,7 +128,6 @@ class Tiled:
         rows: Int32,
         eps: Float32,
     ):
-        cute.arch.griddepcontrol_launch_dependents()
         config = self.config
         block, _, _ = cute.arch.block_idx()
         unit, rank = block // CTAS, block % CTAS
@@ -175,6 +174,7 @@ class Tiled:
         w_words = ptx.ld_v4("global", at["w_qa"] + (rank * K * 2 + piece * 16))
 
         cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         x = at["qkv"]
         own = warp * CTAS + rank
         # A row beyond the last: the last is read once more, and nothing comes of it.
@@ -270,11 +270,14 @@ class Tiled:
         w = widen(w_words)
         if thread < OWNERS:
             # A loop, not straight code: each instruction would be fetched for one use.
-            for row in cutlass.range(first, rows, WARPS, unroll=1):
-                where = sX + row * X_PITCH + piece * 16
-                rr = ptx.ld_b32("shared", sRr + row * 4, Float32)
-                x = widen(ptx.ld_v4("shared", where))
-                ptx.st_v4("shared", where, pack([mul_rn(mul_rn(v, rr), g) for v, g in zip(x, w, strict=True)]))
+            for start in cutlass.range(first, rows, ABREAST * WARPS, unroll=1):
+                # Of these the last may be beyond ``rows``: nothing comes of it.
+                own = [start + i * WARPS for i in range(ABREAST)]
+                scales = [ptx.ld_b32("shared", sRr + row * 4, Float32) for row in own]
+                where = [sX + row * X_PITCH + piece * 16 for row in own]
+                for address, rr, words in zip(where, scales, [ptx.ld_v4("shared", a) for a in where], strict=True):
+                    normal = [mul_rn(mul_rn(v, rr), g) for v, g in zip(widen(words), w, strict=True)]
+                    ptx.st_v4("shared", address, pack(normal))
         cute.arch.sync_threads()
 
     @cute.jit
@@ -362,13 +365,14 @@ class Tiled:
         b = [word for p in range(0, NOPE, 32) for word in ptx.ldmatrix_x4_trans(uk + p * UK_PITCH)]
         ptx.mbarrier_spin(barrier.toint(), 0)
         cute.arch.cluster_arrive_relaxed()
-        for tile in cutlass.range(tiles, unroll=1):
-            sums = [Float32(0.0)] * 4
-            for s in cutlass.range_constexpr(NOPE // 16):
+        sums = [[Float32(0.0)] * 4 for _ in range(tiles)]  # all tiles at once: each chain waits for its last MMA
+        for s in cutlass.range_constexpr(NOPE // 16):
+            for tile in cutlass.range_constexpr(tiles):
                 q = sQ + (2 * s * tiles + tile) * (FRAGMENT // 2) + lane * 8
                 a = [*ptx.ld_v2("shared", q), *ptx.ld_v2("shared", q + tiles * (FRAGMENT // 2))]
-                sums = list(ptx.mma_sync(FORM, a, b[2 * s : 2 * s + 2], sums))
-            row, word = self.to_words([mul_rn(x, scale) for x in widen(pack(sums))], lane)
+                sums[tile] = list(ptx.mma_sync(FORM, a, b[2 * s : 2 * s + 2], sums[tile]))
+        for tile in cutlass.range_constexpr(tiles):
+            row, word = self.to_words([mul_rn(x, scale) for x in widen(pack(sums[tile]))], lane)
             ptx.st_b32("shared", sOut + (tile * TILE + row) * COLUMNS + warp * 8 + lane % 4 // 2 * 4, word)
         cute.arch.sync_threads()
         row, piece = thread // 4, thread % 4
