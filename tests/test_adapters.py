@@ -4,6 +4,7 @@ So layouts, orders, signs and names are tried without the packages; the kernels 
 """
 
 import sys
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,12 @@ def test_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_kda("flash_kda")
 
 
+def install_vllm_flash_kda(monkeypatch: pytest.MonkeyPatch, fwd: Callable[..., None]) -> None:
+    operators = SimpleNamespace(fwd=fwd, get_workspace_size=lambda tokens, heads, sequences: tokens + sequences)
+    monkeypatch.setattr(torch.ops, "_flashkda_C", operators, raising=False)
+    install(monkeypatch, "vllm._flashkda_C")
+
+
 def test_vllm_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its operators take the workspace and the outputs from the caller."""
 
@@ -95,10 +102,23 @@ def test_vllm_flash_kda(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs |= {"initial_state": initial_state, "cu_seqlens": cu_seqlens}
         flash_kda_into(out, final_state, inputs, scale, lower_bound)
 
-    operators = SimpleNamespace(fwd=fwd, get_workspace_size=lambda tokens, heads, sequences: tokens + sequences)
-    monkeypatch.setattr(torch.ops, "_flashkda_C", operators, raising=False)
-    install(monkeypatch, "vllm._flashkda_C")
+    install_vllm_flash_kda(monkeypatch, fwd)
     assert_kda("vllm_flash_kda")
+
+
+def test_flash_kda_takes_contiguous_tensors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the operator would refuse by a RuntimeError, a failure, is not supported."""
+
+    def fwd(q, out, **others):
+        assert q.is_contiguous()
+        out.copy_(q)
+
+    install_vllm_flash_kda(monkeypatch, fwd)
+    with Trial("vllm_flash_kda", "cpu", 0) as trial:
+        refused, result = run(trial, goldens.find("kda/t2-h2-from-bf16-normal"), store.read_manifest(), True, None)
+    assert isinstance(result, Run)
+    assert result.passed
+    assert str(refused).endswith("not supported: strides: it takes contiguous tensors")
 
 
 def test_fla_kda(monkeypatch: pytest.MonkeyPatch) -> None:

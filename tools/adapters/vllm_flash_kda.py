@@ -21,6 +21,8 @@ def candidate(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[s
     """out, and final_state [N, H, V, K] if it is asked for."""
     if not -5.0 <= params["lower_bound"] <= 0.0:
         raise Unsupported(f"lower_bound {params['lower_bound']:g}: it takes −5 … 0")
+    if not all(x.is_contiguous() for x in inputs.values()):
+        raise Unsupported("it takes contiguous tensors")
     x, made = dict(inputs), {"out": torch.empty_like(inputs["v"])}
     batch, tokens, heads, _ = x["q"].shape
     sequences = len(x["cu_seqlens"]) - 1 if "cu_seqlens" in x else batch
