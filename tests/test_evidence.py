@@ -75,7 +75,7 @@ def test_digests_do_not_depend_on_folder_seed_or_order(here, tree, tmp_path):
     root, _ = tree
     other = lines(start(root, tmp_path, 4711, "warm"))
     assert other == here
-    assert [len(word) for line in here for word in line] == [64] * 4
+    assert [len(word) for line in here for word in line] == [32] * 4
     assert len({word for line in here for word in line}) == 4
 
 
@@ -158,7 +158,7 @@ def test_rooms_list_their_variants():
 def proven():
     """Evidence of the cache insert that holds, what compiles now, and the manifest."""
     manifest = store.read_manifest()
-    compiled = {"insert": Compiled("a" * 64, "b" * 64, "13.4.59", "('cache_insert',)")}
+    compiled = {"insert": Compiled("a" * 32, "b" * 32, "13.4.59", "('cache_insert',)")}
     cases = {
         case_id: {"golden": evidence.golden_digest(entry), "insert": {"passed": 1, "failed": 0}}
         for case_id, entry in manifest.items()
@@ -171,7 +171,7 @@ def proven():
         "dirty": False,
         "environment": {"gpu": "NVIDIA H200", "driver": "580.1"},
         "compiler": evidence.compiler(compiled.values()),
-        "variants": {"insert": {"ptx": "a" * 64, "host": "b" * 64}},
+        "variants": {"insert": {"ptx": "a" * 32, "host": "b" * 32}},
         "cases": cases,
     }
     return content, compiled, manifest

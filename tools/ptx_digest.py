@@ -8,13 +8,15 @@ import hashlib
 import re
 from typing import Any, NamedTuple
 
+from goldens.store import DIGEST_DIGITS
+
 LONGEST_WORD = 12  # of an operator in quotes, such as "slt"; longer strings are names, messages and machine code
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _NAMED = re.compile(r"\w*cutlass_\w+")
 
 
 class Digests(NamedTuple):
-    """SHA-256 of the normalised PTX, and of the host code that sets grid, cluster and shared memory."""
+    """Of the normalised PTX, and of the host code that sets grid, cluster and shared memory: SHA-256's first digits."""
 
     ptx: str
     host: str
@@ -22,8 +24,8 @@ class Digests(NamedTuple):
 
 def digests(compiled: Any) -> Digests:
     """The digests of a kernel that was compiled with ``--keep-ptx``."""
-    host = normalised_host(str(compiled.ir_module))
-    return Digests(*(hashlib.sha256(text.encode()).hexdigest() for text in (normalised_ptx(compiled.__ptx__), host)))
+    texts = normalised_ptx(compiled.__ptx__), normalised_host(str(compiled.ir_module))
+    return Digests(*(hashlib.sha256(text.encode()).hexdigest()[:DIGEST_DIGITS] for text in texts))
 
 
 def normalised_ptx(ptx: str) -> str:
