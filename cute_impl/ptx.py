@@ -342,6 +342,11 @@ def fence_proxy_async_shared() -> None:
     inline_ptx("fence.proxy.async.shared::cta;")
 
 
+def fence_proxy_async_global() -> None:
+    """What this thread sees of global memory comes before what the asynchronous proxy does there afterwards."""
+    inline_ptx("fence.proxy.async.global;")
+
+
 def cp_async_arrive(barrier: Int32) -> None:
     """Arrive once on an mbarrier of this CTA as soon as all of this thread's copies by cp.async so far are there."""
     inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])

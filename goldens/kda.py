@@ -221,6 +221,7 @@ OFFSETS: dict[str, tuple[int, ...]] = {
     "scan": (0, 2, 2, 131),
     "two-of-70": (0, 70, 140),
     "scan-i32": (0, 129, 129, 130, 322),
+    "scan416-i32": (0, 416, 833, 833, 834, 1667, 1682),
     "six": (0, 1300, 1847, 3895, 4858, 5129, 8192),
 }
 
@@ -293,7 +294,7 @@ _ROWS = ("q", "k", "v", "g")
 _BOTH = (*_ROWS, *_STATE)
 
 
-_SCAN64, _SCAN512 = ("chunk16_scan64",), ("chunk16_scan512",)
+_SCAN64, _SCAN416, _SCAN512 = ((f"chunk16_scan{segment}",) for segment in reference.SEGMENTS)
 _ACCUMULATES = "what does not decay keeps every chunk's error: in the worst case more than there is to output"
 
 
@@ -365,6 +366,8 @@ _CASES = (
     _large(140, 1, "nan", "two-of-70", state="bf16", final="bf16", lower_bound=-0.0625, schedules=_SCAN64),
     _large(322, 2, "normal", "scan-i32", state="bf16", final="bf16", lower_bound=-0.0625, schedules=_SCAN64),
     _large(193, 1, "normal", batch=2, final="fp32", lower_bound=-0.0625, schedules=_SCAN64),
+    _large(1682, 1, "normal", "scan416-i32", state="bf16", final="bf16", lower_bound=-0.0078125, schedules=_SCAN416),
+    _large(2048, 1, "repeated", final="fp32", schedules=_SCAN416),
     _large(512, 1, "normal", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
     _large(513, 2, "normal", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
     _large(1024, 1, "normal", lower_bound=-0.0078125, final="bf16", schedules=_SCAN512),

@@ -13,11 +13,12 @@ from cute_impl.kda.layout import D
 from goldens import inputs as draw
 from reference.numerics.ieee import fma_rn
 from tests.test_compile_kda import MMA, SM_BYTES, STATE, call, expected, highest_register, instructions, machine
-from tests.warps import LANES, Warps
+from tests.warps import LANES, Warps, banks_of
 from tools.disassemble import sass
 
 SCAN = "chunk16_scan64"
-ROWS, COLUMNS = scan.COMBINED_ROWS, D
+ALLOWED = "allowed are chunk16, chunk16_scan64, chunk16_scan416, chunk16_scan512"
+PDL = ("griddepcontrol.launch_dependents", "griddepcontrol.wait")
 
 
 def compiled(compile_variant, folder):
@@ -84,19 +85,32 @@ def test_operators_write_no_out(variant):
     assert found["st.global.v4.b32"] == outputs
 
 
+def test_who_waits_for_whom(variant, combine):
+    """Outputs wait before they load a state of the workspace, all of them before the first chunk."""
+    config, ptx, *_ = variant
+    assert [ptx.count(name) for name in PDL] == ([1, 0] if config.part == step.OPERATORS else [0, 1])
+    assert [combine[0].count(name) for name in PDL] == [1, 1]
+
+
 def test_combine_is_a_chain_of_fma(combine):
+    """A thread's elements times the k of a piece; pieces are copied before the loop and in it."""
     ptx, text, _ = combine
     found = instructions(ptx)
-    assert found["fma.rn.f32"] == machine(text)["FFMA"] == ROWS * D
+    assert found["fma.rn.f32"] == machine(text)["FFMA"] == scan.OWNED * scan.PIECE_ROWS
+    assert sum(n for name, n in found.items() if name.startswith("cp.async.bulk")) == 2 * scan.PIECES
+    assert scan.PIECES * scan.PIECE_ROWS == D
+    assert scan.OWNED * scan.COMBINE_THREADS == scan.COMBINED_ROWS * D
     assert not {name for name in found if re.match(r"(mul|add|sub|fma)\.(?!rn\.f32)[\w.]*f32", name)}
     assert found["mul.rn.f32"] == found["add.rn.f32"] == found["sub.rn.f32"] == 0
 
 
 def test_combine_fits(combine):
-    ptx, text, _ = combine
+    ptx, text, host = combine
     assert not re.search(r"\b(LDL|STL)\b", text)
     assert highest_register(text) < 255
-    assert re.search(rf"\.reqntid {COLUMNS}, 1, 1", ptx)
+    assert re.search(rf"\.reqntid {scan.COMBINE_THREADS}, 1, 1", ptx)
+    assert f"constant({scan.COMBINE_BYTES} : i64)" in host
+    assert scan.COMBINE_BYTES <= SM_BYTES
 
 
 # Device functions on the CPU.
@@ -121,32 +135,62 @@ def test_the_identity_lies_as_a_state_does(slabs, monkeypatch):
 
 
 def test_combine_has_the_bits_of_a_chain(monkeypatch):
-    """8 rows of S through two segments' M and C in turn, by all threads of a CTA."""
-    rows_bytes, m_bytes, c_bytes = 4 * ROWS * D, 4 * D * D, 4 * ROWS * D
-    s, c0, c1 = (draw.normal(f"combine/{name}", (ROWS, D)) for name in ("s", "c0", "c1"))
-    m0, m1 = (draw.normal(f"combine/{name}", (D, D)) for name in ("m0", "m1"))
-    operators = 2 * rows_bytes
-    matrices = operators + 2 * c_bytes
-    warps = Warps(COLUMNS, matrices + 2 * m_bytes)
+    """16 rows of S through two segments' M and C in turn, by all threads of a CTA.
+
+    A piece of M arrives when its barrier is waited for; until then it is NaN.
+    """
+    shape, threads = (scan.COMBINED_ROWS, D), scan.COMBINE_THREADS
+    s, *c = (draw.normal(f"combine/{name}", shape) for name in ("s", "c0", "c1"))
+    m = [draw.normal(f"combine/{name}", (D, D)) for name in ("m0", "m1")]
+    size = 4 * s.numel()
+    operators, slabs = 2 * scan.STATE_BYTES, 2 * scan.STATE_BYTES + 2 * size
+    warps = Warps(threads, slabs + 2 * scan.SLAB_BYTES)
     warps.install(monkeypatch, scan)
-    parts = (s, torch.zeros(ROWS, D), c0, c1, m0, m1)
-    warps.memory[:] = torch.cat([x.flatten() for x in parts]).view(torch.uint8)
-    column = torch.arange(COLUMNS)
-    m, c = [None] * D, [None] * ROWS
-    scan.load_column(m, matrices + column * 4, D)
-    want = s
-    for j, (c_j, m_j) in enumerate(((c0, m0), (c1, m1))):
-        operator = operators + j * c_bytes + column * 4
-        scan.load_column(c, operator, ROWS)
-        sums = scan.multiply(j * rows_bytes, m, matrices + m_bytes + column * 4, list(c))
-        scan.store_column(sums, operator, (1 - j) * rows_bytes + column * 4)
-        total = c_j
+    matrices = warps.memory[:operators].view(torch.float32)
+    matrices.fill_(torch.nan)
+    warps.memory[operators:slabs] = torch.cat(c).flatten().view(torch.uint8)
+
+    def arrive(barrier, parity):
+        j, piece = barrier // (8 * scan.PIECES), barrier // 8 % scan.PIECES
+        assert parity == 0
+        part = slice(piece * scan.PIECE_ROWS * D, (piece + 1) * scan.PIECE_ROWS * D)
+        matrices[j * D * D :][part] = m[j].flatten()[part]
+
+    def slab_of(j):
+        groups = warps.memory[slabs + j * scan.SLAB_BYTES :][: scan.SLAB_BYTES].view(scan.GROUPS, scan.GROUP_BYTES)
+        return groups[:, : scan.GROUP_ROWS * D * 4]
+
+    monkeypatch.setattr(warps.ptx, "mbarrier_wait", arrive, raising=False)
+    group, column = torch.arange(threads) % scan.GROUPS, torch.arange(threads) // scan.GROUPS * 2
+    own = operators + group * (scan.GROUP_ROWS * D * 4) + column * 4
+    rows = slabs + group * scan.GROUP_BYTES
+    slab_of(0)[:] = s.view(torch.uint8).view(scan.GROUPS, -1)
+    sums, ahead, want = [None] * scan.OWNED, [None] * scan.FETCHED, s
+    for j in range(2):
+        scan.load_pairs(sums, own + j * size)
+        own_rows, matrix, full = rows + j * scan.SLAB_BYTES, j * scan.STATE_BYTES + column * 4, j * 8 * scan.PIECES
+        arrive(full, 0)
+        scan.fetch(ahead, own_rows, matrix)
+        for piece in range(scan.PIECES):
+            scan.multiply_piece(sums, ahead, own_rows, matrix, full, 0, piece)
+        scan.store_pairs(sums, own + j * size, rows + (1 - j) * scan.SLAB_BYTES + column * 4)
+        total = c[j]
         for k in range(D):
-            total = fma_rn(want[:, k : k + 1], m_j[k : k + 1], total)
+            total = fma_rn(want[:, k : k + 1], m[j][k : k + 1], total)
         want = total
-        got = warps.memory[operators + j * c_bytes :][:c_bytes].view(torch.float32).view(ROWS, D)
-        assert torch.equal(got, want)
-        assert torch.equal(warps.memory[(1 - j) * rows_bytes :][:rows_bytes], got.view(torch.uint8).flatten())
+        got = warps.memory[operators + j * size :][:size]
+        assert torch.equal(got.view(torch.float32).view(shape), want)
+        assert torch.equal(slab_of(1 - j).flatten(), got)
+
+
+def test_combine_reads_without_conflicts():
+    """A warp's columns of a row of M are 128 bytes; its two groups' rows of S lie in different banks."""
+    lane = torch.arange(LANES)
+    group, column = lane % scan.GROUPS, lane // scan.GROUPS * 2
+    assert banks_of(column * 4, 8) == 1
+    assert int(column.max()) * 4 + 8 == 128
+    assert banks_of(group * scan.GROUP_BYTES, 16) == 1
+    assert banks_of(group * scan.GROUP_BYTES + column * 4, 8) == 1
 
 
 # The host side.
@@ -156,9 +200,10 @@ def test_the_workspace_of_a_scan():
     """C and M, 64 KB each, for a head and a segment that can have a successor."""
     size = module.get_workspace_size
     assert size(65536, 4, 1, "chunk16_scan512") == 127 * 4 * 2 * 65536
+    assert size(2048, 12, 1, "chunk16_scan416") == 4 * 12 * 2 * 65536
     assert [size(tokens, 2, 3, SCAN) for tokens in (0, 64, 65, 129)] == [0, 0, 2 * 131072, 4 * 131072]
     assert size(8192, 96, 6) == size(8192, 96, 6, "chunk16") == 0
-    with pytest.raises(ValueError, match=r"schedule: got 'scan', allowed are chunk16, chunk16_scan64, chunk16_scan512"):
+    with pytest.raises(ValueError, match=rf"schedule: got 'scan', {ALLOWED}"):
         size(8192, 96, 6, "scan")
 
 
@@ -170,7 +215,7 @@ NEEDED = 2 * 131072
 REFUSALS = {
     "schedule": (
         {"schedule": "scan64"},
-        r"schedule: got 'scan64', allowed are chunk16, chunk16_scan64, chunk16_scan512",
+        rf"schedule: got 'scan64', {ALLOWED}",
     ),
     "schedule kind": ({"schedule": None}, r"schedule: got None, allowed"),
     "size": ({"workspace": workspace(0)[:100]}, rf"workspace: got 100 bytes, allowed are {NEEDED} or more"),

@@ -242,7 +242,7 @@ def test_a_fault_fails_a_committed_case(monkeypatch: pytest.MonkeyPatch, fault: 
 
 @given(
     lengths=st.lists(st.integers(0, 300), min_size=1, max_size=12),
-    segment=st.sampled_from([16, 64, 512]),
+    segment=st.sampled_from([16, *reference.SEGMENTS]),
 )
 def test_every_segment_has_a_place_and_a_slot_of_its_own(lengths: list[int], segment: int) -> None:
     tokens, begin = sum(lengths), 0
@@ -263,6 +263,13 @@ def test_every_segment_has_a_place_and_a_slot_of_its_own(lengths: list[int], seg
 @pytest.mark.parametrize(("tokens", "want"), [(0, (0, 1)), (1, (0, 1)), (512, (0, 1)), (513, (2, 2)), (2048, (6, 4))])
 def test_one_sequence_has_no_surplus(tokens: int, want: tuple[int, int]) -> None:
     assert scan.grids(tokens, 1, 512) == want
+
+
+def test_segments_of_416_fill_a_gpu() -> None:
+    """2048 tokens of 12 heads, on 132 multiprocessors: a CTA for each operator, two for each output."""
+    operators, outputs = scan.grids(2048, 1, 416)
+    assert (operators, outputs) == (8, 5)
+    assert 12 * operators <= 12 * outputs * 2 <= 132
 
 
 def test_the_kernels_segments_are_the_models() -> None:

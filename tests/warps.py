@@ -46,7 +46,7 @@ class Warps:
     def __init__(self, threads, size):
         self.threads, self.memory = threads, torch.zeros(size, dtype=torch.uint8)
         self.conflicts = 0
-        names = ("ld_b32", "ld_v4", "st_b32", "st_v2", "st_v4", "st_b16", "ldmatrix_x4", "ldmatrix_x4_trans")
+        names = ("ld_b32", "ld_v2", "ld_v4", "st_b32", "st_v2", "st_v4", "st_b16", "ldmatrix_x4", "ldmatrix_x4_trans")
         names += ("stmatrix_x4_trans", "mma_sync", "cvt_bf16x2", "bf16_lo", "bf16_hi")
         self.ptx = SimpleNamespace(rsqrt_approx_ftz=mufu.rsqrt_approx_ftz, **{n: getattr(self, n) for n in names})
         nothing = SimpleNamespace(barrier=lambda **_: None, sync_warp=lambda: None)
@@ -130,6 +130,9 @@ class Warps:
 
     def ld_b32(self, space, address, kind=None):
         return self._typed(self._load(self._places(address, 4)), kind)[0]
+
+    def ld_v2(self, space, address, kind=None):
+        return tuple(self._typed(self._load(self._places(address, 8)), kind))
 
     def ld_v4(self, space, address, kind=None):
         return tuple(self._typed(self._load(self._places(address, 16)), kind))

@@ -1,7 +1,7 @@
 """KDA forward on sm_90a: every rounding is that of docs/kda.md, whatever the batch or the GPU.
 
-Schedule ``chunk16``, and for few long sequences ``chunk16_scan64`` and ``chunk16_scan512``, which run segments of 64
-and 512 tokens in parallel.
+Schedule ``chunk16``, and for few long sequences ``chunk16_scan64``, ``chunk16_scan416`` and ``chunk16_scan512``, which
+run segments of so many tokens in parallel.
 
 ``fwd(q, …)`` has FlashKDA's arguments, ``torch.ops.goldens.kda`` is the same as a custom operator,
 ``run(inputs, params, schedule)`` the same as a candidate for the suite, ``fla.chunk_kda`` takes the arguments of
@@ -21,7 +21,8 @@ from cute_impl.kda import checks, chunk16, scan
 from cute_impl.kda.chunk16 import CLUSTERS, TOKENWISE
 from cute_impl.kda.layout import D
 
-SEGMENTS = {"chunk16": 0, "chunk16_scan64": 64, "chunk16_scan512": 512}  # tokens; 0: the whole sequence
+# Tokens; 0: the whole sequence.
+SEGMENTS = {"chunk16": 0, "chunk16_scan64": 64, "chunk16_scan416": 416, "chunk16_scan512": 512}
 SCHEDULES = tuple(SEGMENTS)
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 OPTIONAL = ("initial_state", "cu_seqlens")
@@ -155,6 +156,10 @@ def _kda(
     """
     batch, tokens, heads, _ = q.shape
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    if segment and initial_state is not None and final_state is not None:
+        if initial_state.data_ptr() == final_state.data_ptr():
+            # The first segment's CTA reads it, and nothing holds back the last one's until then.
+            initial_state = initial_state.clone()
     tensors = (q, k, v, g, beta, A_log, dt_bias, out, initial_state, final_state, cu_seqlens)
     addresses = [Int64(0 if x is None else x.data_ptr()) for x in tensors]
     pitches = [Int32(2 * D * heads)] * len(TOKENWISE)

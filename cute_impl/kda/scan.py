@@ -9,6 +9,11 @@ Segments are found on the device, so that offsets may change from replay to repl
 have operators begin at *slot* ⌊begin / L⌋ of the workspace, and all of them at *place* ⌊begin / L⌋ + n of the third
 grid: neither overlaps with the next sequence's, whatever the lengths. Clusters without a segment have no chunks.
 
+Programmatic dependent launch between them: before their wait the second and the third read what this call does not
+write, inputs, offsets and first states; they write to memory after it, and every CTA waits, so that the third ends
+after all of the first two. The first waits for all of the call before. The caller's first states are not where the
+third writes the last ones.
+
 Workspace: C [slots, H, V, K] fp32, then M alike.
 """
 
@@ -28,8 +33,17 @@ from cute_impl.ptx import fma_rn
 NAMES = (*chunk16.NAMES, "workspace")
 PARTS = (OPERATORS, OUTPUTS)
 STATE_BYTES = 4 * D * D
-COMBINED_ROWS = 8  # of V, a CTA of Combine
-SLABS = D // COMBINED_ROWS
+
+# Combine: rows of V of a CTA, in groups of a thread's; elements of a thread; k of M in a piece, and in registers.
+COMBINED_ROWS, GROUP_ROWS, PIECES, BLOCK = 16, 8, 4, 4
+SLABS, GROUPS = D // COMBINED_ROWS, COMBINED_ROWS // GROUP_ROWS
+COMBINE_THREADS = D // 2 * GROUPS
+OWNED = 2 * GROUP_ROWS
+FETCHED = (2 + GROUP_ROWS) * BLOCK
+PIECE_ROWS, PIECE_BYTES = D // PIECES, STATE_BYTES // PIECES
+GROUP_BYTES = GROUP_ROWS * 4 * D + 64
+SLAB_BYTES = GROUPS * GROUP_BYTES
+COMBINE_BYTES = 2 * STATE_BYTES + 2 * SLAB_BYTES + 2 * PIECES * 8  # of shared memory
 
 
 def slots(tokens: int, segment: int) -> int:
@@ -94,49 +108,36 @@ class Segments(Chunk16):
         self,
         addresses: list,
         pitches: list,
-        tokens: Int32,
-        heads: Int32,
-        sequences: Int32,
-        offset_bytes: Int32,
-        wide: Int32,
+        numbers: list,
         scale: Float32,
         lower_bound: Float32,
-        segment: Int32,
-        slots: Int32,
         places: Int32,
+        pdl: Int32,
         stream,
     ):
-        """Launch for ``places`` · ``heads`` clusters, of operators twice as many: C first, then M.
+        """Launch for ``places`` · heads clusters, of operators twice as many: C first, then M.
 
-        As ``Chunk16``. addresses: as ``NAMES``. segment: its tokens, a multiple of 16. slots: of the workspace.
+        As ``Chunk16``. addresses: as ``NAMES``. numbers: as ``launch`` makes them. pdl: 1 for programmatic dependent
+        launch.
         """
-        numbers = (tokens, heads, sequences, offset_bytes, wide, scale, lower_bound, segment, slots, places)
         kinds = 2 if self.config.part == OPERATORS else 1
-        self.kernel(addresses, pitches, *numbers).launch(
-            grid=[kinds * places * heads * self.config.cluster, 1, 1],
+        self.kernel(addresses, pitches, numbers, scale, lower_bound, places).launch(
+            grid=[kinds * places * numbers[1] * self.config.cluster, 1, 1],
             block=[self.config.threads, 1, 1],
             cluster=[self.config.cluster, 1, 1],
             stream=stream,
+            use_pdl=pdl,
             min_blocks_per_mp=1,
         )
 
     @cute.kernel
     def kernel(
-        self,
-        addresses: list,
-        pitches: list,
-        tokens: Int32,
-        heads: Int32,
-        sequences: Int32,
-        offset_bytes: Int32,
-        wide: Int32,
-        scale: Float32,
-        lower_bound: Float32,
-        segment: Int32,
-        slots: Int32,
-        places: Int32,
+        self, addresses: list, pitches: list, numbers: list, scale: Float32, lower_bound: Float32, places: Int32
     ):
         config = self.config
+        tokens, heads, sequences, offset_bytes, wide, segment, slots = numbers
+        if cutlass.const_expr(config.part == OPERATORS):
+            cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane, warp = thread % 32, cute.arch.make_warp_uniform(thread // 32)
@@ -205,110 +206,166 @@ class Segments(Chunk16):
 
 
 class Combine:
-    """S_{j+1} = S_j · M_j + C_j: a CTA for 8 rows of V of a sequence and head, a thread for each column.
+    """S_{j+1} = S_j · M_j + C_j: a CTA for 16 rows of V of a sequence and head, a thread for 8 rows of two columns.
 
-    A thread's column of M_j is in registers: as a value is used up, that of M_{j+1} is fetched in its place. S_j's rows
-    are in shared memory, twice, so that one barrier a segment is enough.
+    M_{j+1} comes to shared memory by bulk copies while M_j is used: two buffers, each in ``PIECES`` with an mbarrier
+    that counts a piece's bytes. S_j's rows are there twice as well, so that one barrier a segment is enough: behind it
+    S_j is written, and what M_{j+1} and S_{j+1} take the place of has been read. A thread fetches four k ahead.
+
+    Lanes 2i, 2i + 1 have the same columns, of the upper and the lower 8 rows, which lie 64 bytes further on: a warp
+    reads 128 bytes of M at once, and S at two addresses of different banks.
     """
 
     @cute.jit
-    def __call__(
-        self,
-        addresses: list,
-        tokens: Int32,
-        heads: Int32,
-        sequences: Int32,
-        offset_bytes: Int32,
-        wide: Int32,
-        segment: Int32,
-        slots: Int32,
-        stream,
-    ):
-        """addresses: Int64 of the first states (0: zeros), the offsets (0: none) and the workspace."""
-        self.kernel(addresses, tokens, heads, offset_bytes, wide, segment, slots).launch(
-            grid=[sequences * heads * SLABS, 1, 1], block=[D, 1, 1], stream=stream, min_blocks_per_mp=1
+    def __call__(self, addresses: list, numbers: list, stream):
+        """addresses: Int64 of the first states (0: zeros), the offsets (0: none) and the workspace. numbers: as
+        ``launch`` makes them."""
+        self.kernel(addresses, numbers).launch(
+            grid=[numbers[2] * numbers[1] * SLABS, 1, 1],
+            block=[COMBINE_THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=1,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        addresses: list,
-        tokens: Int32,
-        heads: Int32,
-        offset_bytes: Int32,
-        wide: Int32,
-        segment: Int32,
-        slots: Int32,
-    ):
-        column, _, _ = cute.arch.thread_idx()
+    def kernel(self, addresses: list, numbers: list):
+        cute.arch.griddepcontrol_launch_dependents()
+        thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        slab, head, sequence = block % SLABS, block // SLABS % heads, block // (SLABS * heads)
         initial, offsets, workspace = addresses
-        rows = SmemAllocator().allocate(2 * COMBINED_ROWS * D * 4, byte_alignment=16).toint()
+        tokens, heads, _, offset_bytes, wide, segment, slots = numbers
+        slab, head, sequence = block % SLABS, block // SLABS % heads, block // (SLABS * heads)
+        smem = SmemAllocator()
+        base = smem.allocate(2 * STATE_BYTES + 2 * SLAB_BYTES, byte_alignment=128).toint()
+        full = smem.allocate_array(Int64, 2 * PIECES, byte_alignment=8)
+        if thread == 0:
+            for i in cutlass.range_constexpr(2 * PIECES):
+                cute.arch.mbarrier_init(full + i, 1)
+            cute.arch.mbarrier_init_fence()
         begin, count = sequence_span(offsets, offset_bytes, tokens, sequence)
         steps = select_(count > 0, (count - 1) // segment, Int32(0))
+        group, column = thread % GROUPS, thread // GROUPS * 2
+        element = (slab * COMBINED_ROWS + group * GROUP_ROWS) * D + column
         if steps > 0:
-            element = slab * (COMBINED_ROWS * D) + column
             own = (Int64(sequence) * heads + head) * (D * D) + element
-            first_rows(rows + column * 4, initial, own, wide)
+            first_rows(base + (2 * STATE_BYTES + group * GROUP_BYTES) + column * 4, initial, own, wide)
+        cute.arch.griddepcontrol_wait()
+        if steps > 0:
             operator = workspace + (first_place(begin, sequence, segment, 0) * heads + head) * STATE_BYTES
-            matrix = operator + Int64(slots) * heads * STATE_BYTES + Int64(column) * 4
-            self.scan(rows, operator + Int64(element) * 4, matrix, Int64(heads) * STATE_BYTES, steps, column)
+            matrix = operator + Int64(slots) * heads * STATE_BYTES
+            pitch = Int64(heads) * STATE_BYTES
+            self.scan(base, full, operator + Int64(element) * 4, matrix, pitch, steps, thread, group, column)
 
     @cute.jit
-    def scan(self, rows: Int32, operator: Int64, matrix: Int64, pitch: Int64, steps: Int32, column: Int32):
-        """``operator``, ``matrix``: of the column in the rows of C_0, in M_0; ``pitch``: to the next segment's."""
-        m = cute.make_rmem_tensor(D, Float32)
-        c = cute.make_rmem_tensor(COMBINED_ROWS, Float32)
-        load_column(m, matrix, D)
-        load_column(c, operator, COMBINED_ROWS)
+    def scan(
+        self,
+        base: Int32,
+        full: cute.Pointer,
+        operator: Int64,
+        matrix: Int64,
+        pitch: Int64,
+        steps: Int32,
+        thread: Int32,
+        group: Int32,
+        column: Int32,
+    ):
+        """``operator``: of the thread's first element in C_0; ``matrix``: of M_0; ``pitch``: to the next segment's."""
+        c, sums, ahead = (cute.make_rmem_tensor(count, Float32) for count in (OWNED, OWNED, FETCHED))
+        if thread == 0:
+            # M was written by ordinary stores, copies are of the asynchronous proxy.
+            ptx.fence_proxy_async_global()
+            copy_matrix(base, matrix, full)
+        load_pairs(c, operator)
         for j in cutlass.range(0, steps, 1, unroll=1):
-            own, other = rows + j % 2 * (COMBINED_ROWS * D * 4), rows + (1 - j % 2) * (COMBINED_ROWS * D * 4)
-            # After the last segment the last operators once more.
+            buffer = j % 2
+            for i in cutlass.range_constexpr(OWNED):
+                sums[i] = c[i]
+            # After the last segment the last C once more.
             step = select_(j + 1 < steps, pitch, Int64(0))
-            matrix += step
-            sums = [c[row] for row in range(COMBINED_ROWS)]
-            load_column(c, operator + step, COMBINED_ROWS)
+            load_pairs(c, operator + step)
             cute.arch.sync_threads()
-            sums = multiply(own, m, matrix, sums)
-            store_column(sums, operator, other + column * 4)
+            matrix += pitch
+            if thread == 0 and j + 1 < steps:
+                copy_matrix(base + (1 - buffer) * STATE_BYTES, matrix, full + (1 - buffer) * PIECES)
+            rows = base + 2 * STATE_BYTES + group * GROUP_BYTES
+            here = full.toint() + buffer * (8 * PIECES)
+            matrix_here, parity = base + buffer * STATE_BYTES + column * 4, j // 2 % 2
+            ptx.mbarrier_wait(here, parity)
+            fetch(ahead, rows + buffer * SLAB_BYTES, matrix_here)
+            for piece in cutlass.range(0, PIECES, 1, unroll=1):
+                multiply_piece(sums, ahead, rows + buffer * SLAB_BYTES, matrix_here, here, parity, piece)
+            store_pairs(sums, operator, rows + (1 - buffer) * SLAB_BYTES + column * 4)
             operator += step
 
 
-def multiply(rows: Int32, m: cute.Tensor, following: Int64, sums: list) -> list:
-    """sums plus S's rows times the column of M, ascending; the column at ``following`` takes its place."""
-    for k in range(0, D, 4):
-        for row in range(COMBINED_ROWS):
-            s = ptx.ld_v4("shared", rows + (row * D + k) * 4, Float32)
-            for i in range(4):
-                sums[row] = fma_rn(s[i], m[k + i], sums[row])
-        for i in range(4):
-            m[k + i] = ptx.ld_b32("global", following + (k + i) * (4 * D), Float32)
-    return sums
+def copy_matrix(target: Int32, source: Int64, full: cute.Pointer):
+    """Begin to copy an M; each piece counts on its barrier."""
+    for piece in range(PIECES):
+        cute.arch.mbarrier_arrive_and_expect_tx(full + piece, PIECE_BYTES)
+        ptx.bulk_copy(target + piece * PIECE_BYTES, source + piece * PIECE_BYTES, PIECE_BYTES, (full + piece).toint())
 
 
-def store_column(values: list, memory: Int64, shared: Int32):
-    for row, value in enumerate(values):
-        ptx.st_b32("global", memory + row * (4 * D), value)
-        ptx.st_b32("shared", shared + row * (4 * D), value)
+def multiply_piece(
+    sums: cute.Tensor, ahead: cute.Tensor, rows: Int32, matrix: Int32, full: Int32, parity: Int32, piece: Int32
+):
+    """Add the products of a piece, whose first k are ``ahead``; then those of the following piece are."""
+    here_rows, here = rows + piece * (4 * PIECE_ROWS), matrix + piece * PIECE_BYTES
+    following = (piece + 1) % PIECES
+    for k in range(BLOCK, PIECE_ROWS + BLOCK, BLOCK):
+        now = [ahead[i] for i in range(FETCHED)]
+        if k < PIECE_ROWS:
+            fetch(ahead, here_rows + k * 4, here + k * (4 * D))
+        else:
+            ptx.mbarrier_wait(full + following * 8, parity)
+            fetch(ahead, rows + following * (4 * PIECE_ROWS), matrix + following * PIECE_BYTES)
+        accumulate(sums, now)
 
 
-def load_column(x: cute.Tensor, address: Int64, rows: int):
-    for row in range(rows):
-        x[row] = ptx.ld_b32("global", address + row * (4 * D), Float32)
+def fetch(ahead: cute.Tensor, rows: Int32, matrix: Int32):
+    """Two columns of ``BLOCK`` rows of M, then as many columns of the thread's rows of S."""
+    for k in range(BLOCK):
+        ahead[2 * k], ahead[2 * k + 1] = ptx.ld_v2("shared", matrix + k * (4 * D), Float32)
+    for row in range(GROUP_ROWS):
+        values = ptx.ld_v4("shared", rows + row * (4 * D), Float32)
+        for k in range(BLOCK):
+            ahead[2 * BLOCK + row * BLOCK + k] = values[k]
+
+
+def accumulate(sums: cute.Tensor, fetched: list):
+    """One k after the other."""
+    for k in range(BLOCK):
+        for i in range(OWNED):
+            sums[i] = fma_rn(fetched[2 * BLOCK + i // 2 * BLOCK + k], fetched[2 * k + i % 2], sums[i])
+
+
+def load_pairs(x: cute.Tensor, address: Int64):
+    for row in range(GROUP_ROWS):
+        x[2 * row], x[2 * row + 1] = ptx.ld_v2("global", address + row * (4 * D), Float32)
+
+
+def store_pairs(x: cute.Tensor, memory: Int64, shared: Int32):
+    for row in range(GROUP_ROWS):
+        pair = [x[2 * row], x[2 * row + 1]]
+        ptx.st_v2("global", memory + row * (4 * D), pair)
+        ptx.st_v2("shared", shared + row * (4 * D), pair)
 
 
 @cute.jit
 def first_rows(target: Int32, initial: Int64, element: Int64, wide: Int32):
-    """Copy a column's 8 rows of the first state, from ``element`` on, to shared memory as fp32; zeros without one."""
-    for row in cutlass.range_constexpr(COMBINED_ROWS):
-        value = Float32(0.0)
-        if initial != 0:
-            if wide != 0:
-                value = ptx.ld_b32("global", initial + (element + row * D) * 4, Float32)
-            else:
-                value = ptx.ld_bf16("global", initial + (element + row * D) * 2)
-        ptx.st_b32("shared", target + row * (4 * D), value)
+    """Copy a thread's pairs of the first state, from ``element`` on, to shared memory as fp32; zeros without one."""
+    x = cute.make_rmem_tensor(OWNED, Float32)
+    for i in cutlass.range_constexpr(OWNED):
+        x[i] = Float32(0.0)
+    if initial != 0:
+        if wide != 0:
+            load_pairs(x, initial + element * 4)
+        else:
+            for row in cutlass.range_constexpr(GROUP_ROWS):
+                word = ptx.ld_b32("global", initial + (element + row * D) * 2)
+                x[2 * row], x[2 * row + 1] = ptx.bf16_lo(word), ptx.bf16_hi(word)
+    for row in cutlass.range_constexpr(GROUP_ROWS):
+        ptx.st_v2("shared", target + row * (4 * D), [x[2 * row], x[2 * row + 1]])
 
 
 def launch(
@@ -322,35 +379,36 @@ def launch(
     clusters: list[int],
     stream,
 ) -> None:
-    """All three kernels; of the first two none where no sequence can have two segments.
+    """All three kernels; the third alone, and without PDL, where no sequence can have two segments.
 
-    addresses, pitches, numbers: as ``Chunk16``. workspace: its address. clusters: of operators and of outputs.
+    addresses, pitches, numbers: as ``Chunk16``; the kernels take numbers with the tokens of a segment, a multiple of
+    16, and the slots of the workspace. workspace: its address. clusters: of operators and of outputs.
     """
     tokens, _, sequences, offset_bytes, _ = numbers
     total = tokens if offset_bytes else tokens * sequences
     initial, offsets = (addresses[chunk16.NAMES.index(name)] for name in ("initial", "offsets"))
     own = [*addresses, Int64(workspace)]
     carried = slots(total, segment)
-    scalars = (*map(Int32, numbers), Float32(scale), Float32(lower_bound), Int32(segment), Int32(carried))
+    counts = [*map(Int32, (*numbers, segment, carried))]
 
-    def part(name: str, places: int, cluster: int) -> None:
-        compile_segments(Config(cluster, part=name))(own, pitches, *scalars, Int32(places), stream)
+    def part(name: str, places: int, cluster: int, pdl: bool) -> None:
+        scalars = (Float32(scale), Float32(lower_bound), Int32(places), Int32(pdl))
+        compile_segments(Config(cluster, part=name))(own, pitches, counts, *scalars, stream)
 
     if carried:
-        part(OPERATORS, carried, clusters[0])
-        own_numbers = map(Int32, (*numbers, segment, carried))
-        compile_combine()([initial, offsets, own[-1]], *own_numbers, stream)
-    part(OUTPUTS, places(total, sequences, segment), clusters[1])
+        part(OPERATORS, carried, clusters[0], False)
+        compile_combine()([initial, offsets, own[-1]], counts, stream)
+    part(OUTPUTS, places(total, sequences, segment), clusters[1], carried > 0)
 
 
 def compile_segments(config: Config, options: str = ""):
     """A part of a scan, for any T, H, N, offsets and segments; needs no GPU."""
-    numbers = (*(Int32(1),) * 5, Float32(0.0), Float32(0.0), *(Int32(1),) * 3)
+    numbers = ([Int32(1)] * 7, Float32(0.0), Float32(0.0), Int32(1), Int32(0))
     arguments = ([Int64(0)] * len(NAMES), [Int32(1)] * len(TOKENWISE), *numbers)
     return runtime.compile_kernel(("kda", config, options), lambda: Segments(config), *arguments, options=options)
 
 
 def compile_combine(options: str = ""):
     """The kernel between the parts; needs no GPU."""
-    arguments = ([Int64(0)] * 3, *(Int32(1),) * 7)
+    arguments = ([Int64(0)] * 3, [Int32(1)] * 7)
     return runtime.compile_kernel(("kda", "combine", options), Combine, *arguments, options=options)

@@ -195,6 +195,8 @@ def consume(
     element = Int64((row + lane // 4) * D + lane % 4 * 2)
     wide = work["initial_wide"]
     bytes_ = element * select_(wide != 0, Int64(4), Int64(2))
+    if cutlass.const_expr(config.part == OUTPUTS):
+        cute.arch.griddepcontrol_wait()
     load_state(config, state, select_(work["initial"] != 0, work["initial"] + bytes_, Int64(0)), wide)
     if cutlass.const_expr(config.part == OPERATORS):
         if work["transfer"] != 0:
