@@ -20,7 +20,7 @@ HEADS, ROWS = (12, 6), (1, 2, 3, 4, 8, 16, 32, 64)
 # µs of an existing kernel (specs/mla_query.md), by heads and B; none runs on Hopper for B ≥ 4
 EXISTING = {(12, 1): 3.75, (12, 2): 5.94, (12, 3): 5.06, (6, 1): 3.01, (6, 2): 3.79, (6, 3): 4.03}
 PAGES, PAGE_SIZE = 64, 64
-RATIO = 1.5  # the aim: ``tiled`` at B = 64 over B = 3
+RATIO = 1.5  # the aim: ``tiled`` at B = 64 over the existing kernel at B = 3
 
 
 def tensors(heads: int, rows: int) -> dict[str, Tensor]:
@@ -79,8 +79,11 @@ def main(kinds: list[str]) -> None:
             existing = f"{EXISTING[heads, rows]:.2f}" if (heads, rows) in EXISTING else "none"
             print(f"| {heads} | {rows} | {existing} | {schedule} | " + " | ".join(cells) + " |", flush=True)
     for heads in HEADS:
-        ratio = times[heads, 64] / times[heads, 3]
-        print(f"\n{heads} heads: B = 64 takes {ratio:.2f} times as long as B = 3; the aim is at most {RATIO}")
+        most, existing, own = times[heads, 64], EXISTING[heads, 3], times[heads, 3]
+        print(
+            f"\n{heads} heads: B = 64 takes {most / existing:.2f} times as long as the existing kernel at B = 3; the aim "
+            f"is at most {RATIO}. It is {most / own:.2f} times ours at B = 3"
+        )
     if "staging" in kinds:
         print("\n| heads | B | bulk copy | cp.async |\n|---|---|---|---|")
         for heads in HEADS:

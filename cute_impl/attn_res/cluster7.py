@@ -15,8 +15,9 @@ Who waits for whom:
 - Nothing is sent before all 7 CTAs have set up their mbarriers (cluster barrier, overlapped with the loads).
 - A CTA ends when its last mbarrier has counted every byte, so nobody writes to a CTA that has gone; a sender need
   not stay, st.async takes its value from a register.
-- Programmatic dependent launch: the successor may start at once (``early``), or once this CTA's saved rows have
-  arrived, so that its loads do not compete with them; ``starts_early`` has the choice that measured faster.
+- Programmatic dependent launch: the successor may start at once (``early``); or once this CTA's saved rows have
+  arrived, so that its loads do not compete with them; or, with one saved row at most and a delta tensor, behind the
+  wait (``in_pairs``), so that only two launches overlap. ``starts_early`` has the choice that measured faster.
   Blocks, old prefix and weights are read before the wait; the caller guarantees that they are complete at
   launch. A delta tensor is read after it. With a mailbox the wait is the last thing, so that the completion of
   this kernel implies that of all before it.
@@ -79,6 +80,11 @@ class Config:
     def own_norm(self) -> bool:
         """Whether the mixture's norm is summed in an exchange of its own."""
         return self.nb > 0 and (self.final or self.schedule == "cluster7_direct")
+
+    @property
+    def in_pairs(self) -> bool:
+        """Whether a successor that does not start early starts behind the wait."""
+        return self.nb <= 1 and not self.slots
 
     @property
     def exchanges(self) -> tuple[int, ...]:
@@ -195,8 +201,9 @@ class Cluster7:
 
         w = [mul_rn(a, b) for a, b in zip(*map(widen, weight_words), strict=True)]
         pre = self.fold_blocks(x_words, w, lane)
-        if early == 0:
-            cute.arch.griddepcontrol_launch_dependents()
+        if cutlass.const_expr(not config.in_pairs):
+            if early == 0:
+                cute.arch.griddepcontrol_launch_dependents()
         cute.arch.cluster_wait()
         m, sum_e, mix = Float32(0.0), Float32(0.0), []
         if cutlass.const_expr(config.nb > 0):
@@ -214,6 +221,9 @@ class Cluster7:
             d = self.receive(slots, slot_words, polls, addresses[TENSORS.index("status")])
         else:
             cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(config.in_pairs):
+                if early == 0:
+                    cute.arch.griddepcontrol_launch_dependents()
             d = widen(ptx.ld_v4("global", at["delta"]))
         if cutlass.const_expr(config.has_delta):
             d = [add_rn(old, new) for old, new in zip(widen(old_words), d, strict=True)]
