@@ -224,6 +224,14 @@ def test_a_kernel_is_run_from_its_edited_copy() -> None:
     assert gpu.outcome(KERNELS[0], code, made, "").state.startswith("no verdict: ")
 
 
+def test_a_tree_takes_edits_of_kernels_alone() -> None:
+    """Its other packages are the checkout itself."""
+    before = {path: path.read_bytes() for path in (ROOT / "reference").glob("*.py")}
+    with pytest.raises(PatchError, match=r"reference/fmha\.py"), tree([Edit("reference/fmha.py", "D", "E")]):
+        pass
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_a_tree_leaves_the_checkout_alone() -> None:
     edit = Edit("cute_impl/runtime.py", 'ARCH = "sm_90a"', 'ARCH = "planted"')
     with tree([edit]) as folder:

@@ -124,7 +124,13 @@ def imported(package: str, edits: Sequence[Edit]) -> Iterator[Callable[[str], Mo
 
 @contextlib.contextmanager
 def tree(edits: Sequence[Edit]) -> Iterator[Path]:
-    """A temporary folder that looks like the checkout, with an edited copy of ``cute_impl``: where to run a process."""
+    """A temporary folder that looks like the checkout, with an edited copy of ``cute_impl``: where to run a process.
+
+    PatchError for an edit of another package: the others are the checkout's own.
+    """
+    for edit in edits:
+        if Path(edit.file).parts[0] != "cute_impl":
+            raise PatchError(f"{edit.file}: a tree has edits of cute_impl alone")
     sources = edited(edits)
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
