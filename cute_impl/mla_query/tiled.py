@@ -2,8 +2,8 @@
 
 The schedule splits K = 1536 over 8 "warps" of 192 columns. Here they are the CTAs of a cluster: CTA rank r owns columns
 192 r … of all 192 rows of Q_B, so that a CTA reads 1/8 of x̂, not all of it. A cluster serves a head and a group of at
-most 16 T requests (T tiles); few heads take several groups, so that more SMs are at work. Rows beyond B are zeros and
-are not written. One more cluster inserts the cache rows, a warp each. 256 threads; g = lane / 4, j = lane mod 4 as in
+most 16 T requests (T tiles); few heads take several groups, so that more SMs are at work. What comes of rows beyond B
+is not written. One more cluster inserts the cache rows, a warp each. 256 threads; g = lane / 4, j = lane mod 4 as in
 the PTX ISA's fragments.
 
   stage      a warp's 24 rows · 192 columns of Q_B in 72 registers as the MMA takes them; [128, 64] of W_UK by cp.async
@@ -28,7 +28,7 @@ Exchange 3 is a bulk copy because st.async sends about a lane a cycle on an H200
 Shared memory, bytes: sUk 128 · 144 (padded: 8 rows of a matrix on different banks), sX 16 T · 448 (padded), sPart
 12,288 T, sQ 4096 T, sRr 64 T, three mbarriers: 18,456 + 23,616 T. Two CTAs fit on an SM: one at work, and one of the
 next launch that has its weights. Were a launch to let the next one in before its own wait, three would overlap, and two
-CTAs of one launch share an SM's path to the cluster (12 heads, B = 64: 10.1 µs instead of 7.3).
+CTAs of one launch share an SM and its path to the cluster: that is much slower.
 """
 
 from dataclasses import dataclass
