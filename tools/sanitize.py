@@ -2,7 +2,7 @@
 
 The calls are short, for under the sanitizer a kernel runs some thousand times slower; they reach every rung of fmha, of
 AttnRes both schedules with and without blocks, a written source row, ``final`` and the mailbox, of the MLA query both
-schedules alone and as one of two ranks, of KDA every cluster size, also of a scan. Results are checked to be finite, so
+schedules alone and as one of two ranks, of KDA every cluster size, also of scans. Results are checked to be finite, so
 that a launch that failed does not look clean.
 """
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from tools.bench import require_gpu
+
+POLLS = 1 << 26  # reads of a word: they are not slowed down, those who publish it are
 
 
 def normal(*shape: int, scale: float = 1.0) -> Tensor:
@@ -64,7 +66,7 @@ def attn_res_mailbox() -> list[Tensor]:
         box = mailbox.empty_mailbox(7, 3, "cuda")
         mailbox.publish(normal(7, 3, D), box)
         norm, query, gamma = normal(D), normal(D, scale=0.02), normal(D)
-        options: dict[str, Any] = {"nb": 2, "slots": 7, "schedule": schedule, "polls": 1 << 20}
+        options: dict[str, Any] = {"nb": 2, "slots": 7, "schedule": schedule, "polls": POLLS}
         outputs.append(attn_res(box, normal(3, D), normal(3, 4, D), norm, query, gamma, **options))
     return outputs
 
@@ -86,7 +88,7 @@ def mla_query() -> list[Tensor]:
         x: dict[str, Any] = {**tensors(heads, rows)}
         options: dict[str, Any] = {"eps": 2.0**-20, "schedule": schedule, "q_b_cp_async": cp_async}
         outputs += [query(**x, **options), x["cache"]]
-        box = dcp.Mailbox([dcp.Mailbox.empty(2, heads, rows, "cuda") for _ in range(2)], 1, polls=1 << 20)
+        box = dcp.Mailbox([dcp.Mailbox.empty(2, heads, rows, "cuda") for _ in range(2)], 1, polls=POLLS)
         dcp.publish_others(torch.zeros(rows, 2 * heads, 576, dtype=torch.uint8, device="cuda"), box)
         outputs.append(query(**x, **options, mailbox=box))
         box.check()
@@ -97,20 +99,22 @@ def mla_query() -> list[Tensor]:
 
 
 def kda() -> list[Tensor]:
-    """out and final state on every cluster size, also of a scan: several sequences, tails, an empty one, both kinds of
-    state."""
+    """out and final state on every cluster size: several sequences, tails, an empty one, both kinds of state; one
+    sequence long enough for a scan to use every buffer again."""
     from cute_impl.kda import CLUSTERS, fwd
 
-    heads, lengths = 2, (150, 0, 17, 1)
-    offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    several, one = [150, 0, 17, 1], [850]
+    calls = [(several, 2, dtype, ("chunk16", "chunk16_scan64")) for dtype in (torch.bfloat16, torch.float32)]
+    calls.append((one, 1, torch.float32, ("chunk16_scan64", "chunk16_scan416")))
     outputs = []
     for cluster in CLUSTERS:
-        for dtype in (torch.bfloat16, torch.float32):
+        for lengths, heads, dtype, schedules in calls:
+            offsets = torch.tensor([0, *lengths], device="cuda").cumsum(0)
             q, k, v, g = (normal(1, sum(lengths), heads, 128) for _ in range(4))
             state = normal(len(lengths), heads, 128, 128).to(dtype)
             beta, a_log, bias = normal(1, sum(lengths), heads), torch.zeros(heads), torch.zeros(heads, 128)
             gate = (a_log.cuda(), bias.cuda(), -5.0)
-            for schedule in ("chunk16", "chunk16_scan64"):
+            for schedule in schedules:
                 out, final = torch.empty_like(v), torch.empty_like(state)
                 options: dict[str, Any] = {"cluster": cluster, "schedule": schedule}
                 fwd(q, k, v, g, beta, 128**-0.5, out, *gate, state, final, offsets, **options)
