@@ -1,9 +1,9 @@
 """Cache insert on sm_90a: RMSNorm of the KV latent, e4m3 conversion, one row of the paged cache a token.
 
 ``cache_insert(kv, k_pe, w_kva, cache, slots, k_scale_inv, eps)`` is the plain function,
-``torch.ops.goldens.cache_insert`` the same as a custom operator, ``run(inputs, params, schedule)`` the same as a
-candidate for the suite. The cache is written in place. ``cute_impl.mla_query`` does the same in its own launch, by
-the same device code.
+``torch.ops.goldens.cache_insert`` the same as a custom operator, without the checks, ``run(inputs, params, schedule)``
+the same as a candidate for the suite. The cache is written in place. ``cute_impl.mla_query`` does the same in its own
+launch, by the same device code.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -25,7 +25,9 @@ def all_cases() -> list[Case]:
 
 
 def _compare(case: Case, made: dict, content: bytes, manifest: dict, path: Path) -> str:
-    """What is different, in words; empty if nothing is."""
+    """What is different, in words; empty if nothing is. GoldenError if something else has the file's name."""
+    if path.exists() and not path.is_file():
+        raise store.GoldenError(f"{path}: is there and is no regular file; move it away")
     if case.id not in manifest:
         return "new"
     if made != manifest[case.id]:

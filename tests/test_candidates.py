@@ -42,6 +42,21 @@ def claims(inputs, params):
 claims.schedules = ("insert",)
 
 
+def mistyped(inputs, params):
+    return right(inputs, params)
+
+
+def one_word(inputs, params):
+    return right(inputs, params)
+
+
+def other_outputs(inputs, params):
+    return right(inputs, params)
+
+
+mistyped.schedules, one_word.schedules, other_outputs.outputs = ("isnert",), "insert", ("lse",)
+
+
 def raises(inputs, params):
     raise KeyError("no such page")
 
@@ -176,6 +191,27 @@ def test_a_candidate_that_overwrites_its_inputs_changes_no_golden(module: Path) 
     assert first.verdicts == second.verdicts
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("mistyped", "mistyped.schedules: got 'isnert', allowed are "),
+        ("one_word", "one_word.schedules: got 'insert', allowed is a tuple of names"),
+    ],
+)
+def test_a_claim_must_name_schedules(module: Path, name: str, words: str) -> None:
+    result = goldens_command("verify", "--candidate", f"{module}:{name}", "--case", INSERT, "--device", "cpu")
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_outputs_that_the_golden_lacks(module: Path) -> None:
+    [result] = tried(f"{module}:other_outputs", INSERT)
+    assert isinstance(result, Run)
+    assert [(v.output, v.passed, v.reason) for v in result.verdicts] == [
+        ("outputs", False, "it says that it returns lse, the golden has cache")
+    ]
+
+
 FAILING = {
     "raises": "raised KeyError: 'no such page' (",
     "renames": "missing: the candidate returned no such output",
@@ -212,7 +248,7 @@ def test_what_is_not_supported_is_never_passed(module: Path) -> None:
     result = goldens_command("verify", "--candidate", f"{module}:refuses", "--case", INSERT, "--device", "cpu")
     assert result.exit_code == 2
     assert "not supported: pages of one row" in result.stdout
-    assert "nothing was judged" in result.stderr
+    assert "nothing was judged: the candidate does none of it" in result.stderr
 
 
 def test_without_a_schedule_the_model_judges_and_log_sum_exp_may_come_too(module: Path) -> None:

@@ -636,9 +636,15 @@ def test_diff_of_files_that_differ(tmp_path: Path) -> None:
     assert words["in/k"] == "equal"
 
 
+def test_a_schedule_whose_cases_are_on_demand() -> None:
+    result = run("report", "--kernel", "kda", "--schedule", "chunk16_scan416")
+    assert result.exit_code == 2
+    assert "it has cases on demand, named by --case, such as kda/t" in result.stderr
+
+
 def test_diff_with_a_file_that_is_no_golden(tmp_path: Path) -> None:
     result = run("diff", store.path_of(goldens.find(SMALL)), tmp_path / "none.safetensors")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "none.safetensors: missing" in result.stderr
 
 

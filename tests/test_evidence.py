@@ -1,5 +1,6 @@
 """Evidence of what ran on hardware: digests that move with the code alone, the check, and what --record writes."""
 
+import copy
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -173,6 +175,8 @@ def proven():
         "compiler": evidence.compiler(compiled.values()),
         "variants": {"insert": {"ptx": "a" * 32, "host": "b" * 32}},
         "cases": cases,
+        "verdicts": {"exact": {"passed": len(cases), "failed": 0, "elements": 9}},
+        "tests": {"test_cache_insert.py::test_committed": {"passed": len(cases), "seconds": 0.1}},
     }
     return content, compiled, manifest
 
@@ -199,7 +203,7 @@ def test_what_makes_a_kernel_unproven(proven):
     fewer = content | {"cases": {i: c for i, c in content["cases"].items() if i != committed}}
     several = {f"v{i}": insert for i in range(7)} | compiled
     for arguments, reason in (
-        ((None, compiled, manifest), "no evidence: goldens/evidence/cache_insert.json is not there"),
+        ((ValueError("no evidence"), compiled, manifest), "no evidence"),
         ((content, None, manifest), "its variants are not known: cute_impl.cache_insert has no function variants()"),
         ((content, {"insert": replace(insert, ptx="c")}, manifest), "other PTX than what ran: insert"),
         ((content, {"insert": replace(insert, host="c")}, manifest), "other launch code than what ran: insert"),
@@ -221,9 +225,64 @@ def test_what_makes_a_kernel_unproven(proven):
         assert found.lines[1] == f"  {reason}"
 
 
+CASE = "cache_insert/b1-p1x1-unit"
+TEST = "test_cache_insert.py::test_committed"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (("cases", CASE, "insert"), {"passed": 1, "failed": 1}, f"goldens that failed: {CASE} by insert"),
+        (("cases", CASE, "insert"), {"passed": 0, "failed": 1}, f"goldens that failed: {CASE} by insert"),
+        (
+            ("cases", CASE, "insert"),
+            {"passed": 0, "failed": 0},
+            f"exact schedules without a verdict: {CASE} by insert",
+        ),
+        (("cases", CASE, "insert"), None, f"exact schedules without a verdict: {CASE} by insert"),
+        (("verdicts", "exact", "failed"), 2, "verdicts that failed, against: exact"),
+        (("verdicts", "exact", "passed"), 0, "nothing was compared with exact bits"),
+        (("verdicts", "exact"), None, "nothing was compared with exact bits"),
+        (("verdicts", "model"), {"passed": 5, "failed": 1}, "verdicts that failed, against: model"),
+        (("tests",), {}, "no test ran"),
+        (("tests", TEST, "passed"), 0, f"tests that did not pass: {TEST}"),
+        (("tests", TEST, "failed"), 1, f"tests that did not pass: {TEST}"),
+        (("environment", "gpu"), "NVIDIA B200", "it ran on NVIDIA B200, wanted is an sm_90 GPU (H100, H200)"),
+        (("environment", "gpu"), "NVIDIA A100-SXM4", "it ran on NVIDIA A100-SXM4, wanted is an sm_90 GPU (H100, H200)"),
+    ],
+)
+def test_what_the_run_itself_says_against_it(path, value, reason, proven):
+    """value: None leaves the entry out."""
+    content = copy.deepcopy(proven[0])
+    section = content
+    for name in path[:-1]:
+        section = section[name]
+    if value is None:
+        del section[path[-1]]
+    else:
+        section[path[-1]] = value
+    assert judge(content, *proven[1:]).reasons == (reason,)
+
+
+def test_a_golden_that_is_not_committed_need_not_have_every_schedule_but_may_not_fail(proven):
+    content, compiled, manifest = proven
+    case_id = min(i for i in content["cases"] if not manifest[i]["committed"])
+    case = {"golden": content["cases"][case_id]["golden"]}
+    assert judge(content | {"cases": content["cases"] | {case_id: case}}, compiled, manifest).proven
+    failed = content["cases"] | {case_id: case | {"insert": {"passed": 0, "failed": 1}}}
+    found = judge(content | {"cases": failed}, compiled, manifest)
+    assert found.reasons == (f"goldens that failed: {case_id} by insert",)
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA H100 80GB HBM3", "NVIDIA H20-3e", "NVIDIA H800", "NVIDIA GH200 480GB"])
+def test_gpus_of_sm_90(gpu, proven):
+    environment = proven[0]["environment"] | {"gpu": gpu}
+    assert judge(proven[0] | {"environment": environment}, *proven[1:]).proven
+
+
 def test_an_exception_is_shown_with_its_reason(proven):
     content, compiled, manifest = proven
-    found = judge(None, compiled, manifest, "the H200 comes on Monday")
+    found = judge(ValueError("no evidence"), compiled, manifest, "the H200 comes on Monday")
     assert found.lines[0] == "cache_insert  unproven, allowed"
     assert found.lines[-1] == "  allowed: the H200 comes on Monday"
     assert judge(content, compiled, manifest, "x").lines[-1] == "  no longer needed: x"
@@ -256,6 +315,7 @@ def test_check_exits_1_without_evidence_unless_allowed(tmp_path):
     done = check(tmp_path)
     assert done.exit_code == 1
     assert "unproven: cache_insert; renew the evidence: pytest -m hopper --record" in done.stderr
+    assert f"  no evidence: {tmp_path / 'cache_insert.json'} is not there" in done.stdout
     done = check(tmp_path, "--allow-unproven", "cache_insert=no GPU yet")
     assert done.exit_code == 0
     assert "  allowed: no GPU yet" in done.stdout
@@ -276,6 +336,7 @@ def test_check_names_what_it_does_not_know(tmp_path):
     ("option", "message"),
     [
         ("fhma=reason", "--allow-unproven: got 'fhma', allowed are fmha, "),
+        ("foo", "--allow-unproven: got 'foo', allowed are fmha, .*, as KERNEL=REASON"),
         ("fmha", "--allow-unproven: fmha has no reason, allowed is KERNEL=REASON"),
         ("fmha= ", "--allow-unproven: fmha has no reason"),
     ],
@@ -285,11 +346,73 @@ def test_exceptions_refuse(option, message, tmp_path):
         evidence.exceptions(tmp_path, [option])
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"format": 0, "kernel": "fmha"}'])
-def test_a_file_that_is_no_evidence_is_refused(text, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"damaged \(Expecting"),
+        ('["fmha"]', r"got \['fmha'\], allowed is {"),
+        ('{"fhma": "why"}', "got 'fhma', allowed are fmha, .*, as {"),
+        ('{"fmha": " "}', "fmha has no reason, allowed is {"),
+        ('{"fmha": 1}', "fmha has no reason, allowed is {"),
+    ],
+)
+def test_exceptions_name_the_file_that_is_wrong(text, message, tmp_path):
+    (tmp_path / evidence.EXCEPTIONS).write_text(text)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/unproven\.json: {message}"):
+        evidence.exceptions(tmp_path)
+    assert check(tmp_path).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("[]", "the file has no valid 'format'"),
+        ('{"format": 0, "kernel": "fmha"}', "its format is 0, allowed is 1"),
+        ('{"format": 1, "kernel": "kda"}', "its kernel is 'kda', allowed is 'fmha'"),
+        ('{"format": 1, "kernel": "fmha", "dirty": false}', "the file has no valid 'commit'"),
+    ],
+)
+def test_a_file_that_is_no_evidence_is_refused(text, message, tmp_path):
     (tmp_path / "fmha.json").write_text(text)
-    with pytest.raises(ValueError, match=r"fmha\.json: no evidence of this suite"):
+    with pytest.raises(ValueError, match=rf"fmha\.json: no evidence of this suite \({message}"):
         evidence.read("fmha", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("section", "entry", "message"),
+    [
+        ("environment", {"gpu": "NVIDIA H200"}, "environment has no valid 'driver'"),
+        ("compiler", {"toolkit": 13}, "compiler has no valid 'toolkit'"),
+        ("variants", {"insert": {"ptx": "a"}}, "variants: insert has no valid 'host'"),
+        ("variants", {"insert": {"host": "a"}}, "variants: insert has no valid 'ptx'"),
+        ("variants", [], "the file has no valid 'variants'"),
+        ("cases", {CASE: {}}, f"cases: {CASE} has no valid 'golden'"),
+        ("cases", {CASE: {"golden": "a", "insert": {"failed": 0}}}, f"cases: {CASE}: insert has no valid 'passed'"),
+        ("verdicts", {"exact": {"passed": 1}}, "verdicts: exact has no valid 'failed'"),
+        ("tests", {TEST: 1}, f"tests: {TEST} has no valid 'passed'"),
+    ],
+)
+def test_an_entry_that_is_no_evidence_is_refused(section, entry, message, proven, tmp_path):
+    path = tmp_path / "cache_insert.json"
+    path.write_text(evidence.dump(proven[0]))
+    assert evidence.read("cache_insert", tmp_path) == proven[0]
+    path.write_text(evidence.dump(proven[0] | {section: entry}))
+    with pytest.raises(ValueError, match=message):
+        evidence.read("cache_insert", tmp_path)
+
+
+def test_a_damaged_file_costs_its_own_kernel_and_no_other(tmp_path, monkeypatch):
+    shutil.copy(evidence.FOLDER / "cache_insert.json", tmp_path)
+    (tmp_path / "fmha.json").write_text("{")
+    kernels = {name: goldens.KERNELS[name] for name in ("fmha", "cache_insert")}
+    monkeypatch.setattr(goldens, "KERNELS", kernels)
+    done = CliRunner().invoke(APP, ["--folder", str(tmp_path), "--check"])
+    assert done.exit_code == 1
+    assert f"fmha          UNPROVEN\n  {tmp_path}/fmha.json: no evidence of this suite" in done.stdout
+    assert "cache_insert  proven: 1 variants, " in done.stdout
+    assert "1 of 2 kernels proven" in done.stdout
+    assert "goldens: unproven: fmha; " in done.stderr
 
 
 GOOD = """
@@ -360,6 +483,9 @@ def test_a_complete_run_is_recorded_and_then_proven(options, tmp_path):
     assert (exact["passed"], exact["failed"]) == (2 * len(cases), 0)
     assert found["tests"]["test_cache_insert.py::test_committed"]["passed"] == len(cases)
     assert list(found["skipped"].values()) == ["one GPU"]
+    assert check(tmp_path / "evidence").exit_code == (0 if torch.cuda.is_available() else 1)
+    on_hopper = found | {"environment": found["environment"] | {"gpu": "NVIDIA H200"}}
+    store.write_text(tmp_path / "evidence" / "cache_insert.json", evidence.dump(on_hopper))
     done = check(tmp_path / "evidence")
     assert done.exit_code == 0
     assert done.stdout.startswith("cache_insert  proven: 1 variants, ")

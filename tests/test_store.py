@@ -445,6 +445,14 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
+def test_a_folder_in_a_goldens_place_is_named(folder: Path) -> None:
+    path = store.path_of(CASE, folder)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(GoldenError, match="is there and is no regular file; move it away"):
+        regenerate([CASE], check=True, root=folder)
+
+
 @pytest.mark.parametrize("check", [False, True], ids=["write", "check"])
 def test_a_folder_that_another_run_writes_to_is_left_alone(folder: Path, check: bool) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

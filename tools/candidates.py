@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+import goldens
 from goldens.judge import Candidate, words
 from tools.adapters import ADAPTERS, Missing, need
 
@@ -88,18 +89,25 @@ def load(candidate: str) -> Loaded:
     function = getattr(_module(place), name, None)
     if not callable(function):
         raise CandidateError(f"{place} has no function {name}")
-    outputs = getattr(function, "outputs", None)
-    return Loaded(
-        lambda kernel, schedule: function,
-        tuple(getattr(function, "schedules", ())),
-        None if outputs is None else dict.fromkeys(_every_kernel(), tuple(outputs)),
-    )
+    kernels = goldens.KERNELS
+    claims, outputs = declared(function, "schedules"), declared(function, "outputs")
+    known = list(dict.fromkeys(s for kernel in kernels.values() for s in kernel.reference.SCHEDULES))
+    for schedule in claims or ():
+        if schedule not in known:
+            raise CandidateError(f"{name}.schedules: got {schedule!r}, allowed are {', '.join(known)}")
+    by_kernel = dict.fromkeys(kernels, outputs) if outputs else None
+    return Loaded(lambda kernel, schedule: function, claims or (), by_kernel)
 
 
-def _every_kernel() -> list[str]:
-    from goldens import KERNELS
-
-    return list(KERNELS)
+def declared(function: Callable, attribute: str) -> tuple[str, ...] | None:
+    """The names that a function has in an attribute, None without one. CandidateError if it is no tuple of names."""
+    names = getattr(function, attribute, None)
+    if names is None:
+        return None
+    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(x, str) for x in names):
+        who = getattr(function, "__name__", "candidate")
+        raise CandidateError(f"{who}.{attribute}: got {names!r}, allowed is a tuple of names, such as ('a',)")
+    return tuple(names)
 
 
 def _module(place: str) -> object:

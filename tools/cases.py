@@ -58,7 +58,9 @@ def choose(
         known = sorted({name for case in cases for name in case.schedules})
         cases = [case for case in cases if schedule in case.schedules]
         if not cases:
-            raise UsageError(f"schedule: got {schedule!r}, these cases have {', '.join(known) or 'none'}")
+            demand = [case.id for case in all_cases() if kernel in (None, case.kernel) and schedule in case.schedules]
+            hint = f"; it has cases on demand, named by --case, such as {demand[0]}" if demand and not ids else ""
+            raise UsageError(f"schedule: got {schedule!r}, these cases have {', '.join(known) or 'none'}{hint}")
     try:
         chosen = shard.part(cases, part)
     except ValueError as error:

@@ -242,7 +242,8 @@ def publish(
     for line in [*lines, *map(str, refused), *map(str, changes or [])]:
         out.print(line, markup=False, soft_wrap=True)
     if not results:
-        raise fail("nothing was judged: no schedule has an exact model for these cases", Exit.USAGE)
+        why = "the candidate does none of it" if refused else "no schedule has an exact model for these cases"
+        raise fail(f"nothing was judged: {why}", Exit.USAGE)
     out.print(report.summary(results) + (f"; {len(refused)} not supported or not judged" if refused else ""))
     not_supported = [{"case": r.case.id, "schedule": r.schedule, "reason": f"{r.word}: {r.reason}"} for r in refused]
     try:
@@ -406,7 +407,7 @@ def diff(first: Path, second: Path) -> None:
     try:
         (_, a), (_, b) = store.read(first), store.read(second)
     except store.GoldenError as error:
-        raise fail(str(error), Exit.FAIL) from None
+        raise fail(str(error), Exit.USAGE) from None
     equal = True
     for name in sorted(a.keys() | b.keys()):
         if name not in a or name not in b:

@@ -10,6 +10,7 @@ import inspect
 import json
 import multiprocessing
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,6 +31,7 @@ from tools.ptx_digest import digests, toolkit
 FORMAT = 1
 FOLDER = Path(goldens.__file__).parent / "evidence"
 EXCEPTIONS = "unproven.json"  # kernel: why it may be unproven
+SM_90 = re.compile(r"\bG?H(20|100|200|800)\b")  # in the name of a GPU of compute capability 9.0
 LISTED = 5  # names in a sentence
 
 Compile = Callable[[str], Any]
@@ -138,56 +140,107 @@ def dump(content: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
-def read(kernel: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """A kernel's evidence, None if there is none. ValueError if the file is not one."""
+def read(kernel: str, folder: Path = FOLDER) -> dict[str, Any]:
+    """A kernel's evidence. ValueError, which names the file, if there is none or the file is not one."""
     path = folder / f"{kernel}.json"
-    if not path.exists():
-        return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if content["format"] != FORMAT:
-            raise ValueError(f"its format is {content['format']!r}, allowed is {FORMAT}")
-        return content if content["kernel"] == kernel else None
-    except (ValueError, KeyError, TypeError) as error:
+        _require_form(content, kernel)
+        return content
+    except FileNotFoundError:
+        raise ValueError(f"no evidence: {path} is not there") from None
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: no evidence of this suite ({error})") from None
+
+
+def _require_form(content: Any, kernel: str) -> None:
+    """ValueError unless everything that the check reads is there, and of its type."""
+    _require("the file", content, {"format": int, "kernel": str})
+    for name, allowed in (("format", FORMAT), ("kernel", kernel)):
+        if content[name] != allowed:
+            raise ValueError(f"its {name} is {content[name]!r}, allowed is {allowed!r}")
+    sections = ("environment", "compiler", "variants", "cases", "verdicts", "tests")
+    _require("the file", content, {"commit": str | None, "dirty": bool | None} | dict.fromkeys(sections, dict))
+    _require("environment", content["environment"], {"gpu": str | None, "driver": str | None})
+    _require("compiler", content["compiler"], dict.fromkeys(content["compiler"], str))
+    counts = {"passed": int, "failed": int}
+    for section, kinds in (
+        ("variants", {"ptx": str, "host": str}),
+        ("cases", {"golden": str}),
+        ("verdicts", counts),
+        ("tests", {"passed": int}),
+    ):
+        for name, entry in content[section].items():
+            _require(f"{section}: {name}", entry, kinds)
+    for name, case in content["cases"].items():
+        for schedule in case.keys() - {"golden"}:
+            _require(f"cases: {name}: {schedule}", case[schedule], counts)
+
+
+def _require(where: str, entry: Any, kinds: Mapping[str, Any]) -> None:
+    for key, kind in kinds.items():
+        if not isinstance(entry, dict) or key not in entry or not isinstance(entry[key], kind):
+            raise ValueError(f"{where} has no valid {key!r}")
 
 
 def exceptions(folder: Path = FOLDER, options: Iterable[str] = ()) -> dict[str, str]:
     """Kernels that may be unproven and why: of the folder's file, and ``KERNEL=REASON`` options."""
     path = folder / EXCEPTIONS
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    for option in options:
-        kernel, _, reason = option.partition("=")
-        found[kernel] = reason.strip()
-    for kernel, reason in found.items():
-        if kernel not in goldens.KERNELS:
-            raise ValueError(f"--allow-unproven: got {kernel!r}, allowed are {', '.join(goldens.KERNELS)}")
-        if not reason:
-            raise ValueError(f"--allow-unproven: {kernel} has no reason, allowed is KERNEL=REASON")
-    return found
+    try:
+        listed = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from None
+    form = '{"KERNEL": "REASON"}'
+    if not isinstance(listed, dict):
+        raise ValueError(f"{path}: got {listed!r}, allowed is {form}")
+    given = {kernel: reason for kernel, _, reason in (option.partition("=") for option in options)}
+    for where, entries, allowed in ((path, listed, form), ("--allow-unproven", given, "KERNEL=REASON")):
+        for kernel, reason in entries.items():
+            if kernel not in goldens.KERNELS:
+                raise ValueError(f"{where}: got {kernel!r}, allowed are {', '.join(goldens.KERNELS)}, as {allowed}")
+            if not isinstance(reason, str) or not reason.strip():
+                raise ValueError(f"{where}: {kernel} has no reason, allowed is {allowed}")
+    return {kernel: reason.strip() for kernel, reason in (listed | given).items()}
 
 
 def status(
     kernel: str,
-    evidence: Mapping[str, Any] | None,
+    evidence: Mapping[str, Any] | ValueError,
     compiled: Mapping[str, Compiled] | None,
     manifest: Mapping[str, Any],
     exception: str | None = None,
 ) -> Status:
-    """Whether a kernel's evidence holds for its variants as they compile now, and for its goldens as they are."""
+    """Whether a kernel's evidence holds for its variants as they compile now, and for its goldens as they are.
+
+    evidence: what ``read`` gave or raised.
+    """
     if compiled is None:
         reason = f"its variants are not known: cute_impl.{kernel} has no function variants()"
         return Status(kernel, (reason,), "", exception)
-    if evidence is None:
-        return Status(kernel, (f"no evidence: goldens/evidence/{kernel}.json is not there",), "", exception)
+    if isinstance(evidence, ValueError):
+        return Status(kernel, (str(evidence),), "", exception)
     machine = evidence["environment"]
     facts = (
         f"{len(compiled)} variants, {len(evidence['cases'])} cases on {machine['gpu']}, driver {machine['driver']}, "
         f"compiler {' / '.join(evidence['compiler'].values())}, commit {evidence['commit'] or 'unknown'}"
     )
     facts += ", with changes" if evidence["dirty"] else ""
-    reasons = [*_variant_reasons(evidence, compiled), *_case_reasons(kernel, evidence["cases"], manifest)]
+    reasons = [*_run_reasons(evidence), *_variant_reasons(evidence, compiled)]
+    reasons += _case_reasons(kernel, evidence["cases"], manifest)
     return Status(kernel, tuple(reasons), facts, exception)
+
+
+def _run_reasons(evidence: Mapping[str, Any]) -> Iterator[str]:
+    gpu, verdicts, tests = evidence["environment"]["gpu"], evidence["verdicts"], evidence["tests"]
+    if not SM_90.search(gpu or ""):
+        yield f"it ran on {gpu or 'no GPU'}, wanted is an sm_90 GPU (H100, H200)"
+    yield from _sentence("verdicts that failed, against", [who for who, counts in verdicts.items() if counts["failed"]])
+    if "exact" not in verdicts or not any(verdicts["exact"][count] for count in ("passed", "failed")):
+        yield "nothing was compared with exact bits"
+    if not tests:
+        yield "no test ran"
+    bad = [name for name, counts in tests.items() if counts.get("failed") or not counts["passed"]]
+    yield from _sentence("tests that did not pass", bad)
 
 
 def _variant_reasons(evidence: Mapping[str, Any], compiled: Mapping[str, Compiled]) -> Iterator[str]:
@@ -213,6 +266,13 @@ def _case_reasons(kernel: str, known: Mapping[str, Any], manifest: Mapping[str, 
     yield from _sentence("committed goldens never judged on hardware", wanted)
     changed = [i for i in known if i in entries and known[i]["golden"] != golden_digest(entries[i])]
     yield from _sentence("goldens that are others than those judged", changed)
+    judged = {f"{i} by {s}": counts for i, case in known.items() for s, counts in case.items() if s != "golden"}
+    failed = [name for name, counts in judged.items() if counts["failed"]]
+    yield from _sentence("goldens that failed", failed)
+    both = known.keys() & {i for i, entry in entries.items() if entry["committed"]}
+    names = judged.keys() | {f"{i} by {schedule}" for i in both for schedule in entries[i]["schedules"]}
+    passed = [name for name, counts in judged.items() if counts["passed"]]
+    yield from _sentence("exact schedules without a verdict", [*names - {*passed, *failed}])
 
 
 def _sentence(what: str, names: list[str]) -> Iterator[str]:
@@ -229,10 +289,18 @@ def _some(names: Iterable[str]) -> str:
 def examine(
     kernels: Iterable[str], allowed: Mapping[str, str], folder: Path = FOLDER, jobs: int | None = None
 ) -> list[Status]:
-    """The status of each kernel; compiles every variant of those that have evidence."""
+    """The status of each kernel; compiles every variant of those that have evidence.
+
+    A missing or damaged file costs its own kernel and no other.
+    """
     kernels = list(kernels)
-    evidence = {kernel: read(kernel, folder) for kernel in kernels}
-    compiled = compile_all([kernel for kernel in kernels if evidence[kernel]], jobs)
+    evidence: dict[str, Mapping[str, Any] | ValueError] = {}
+    for kernel in kernels:
+        try:
+            evidence[kernel] = read(kernel, folder)
+        except ValueError as error:
+            evidence[kernel] = error
+    compiled = compile_all([kernel for kernel in kernels if not isinstance(evidence[kernel], ValueError)], jobs)
     manifest = store.read_manifest()
     return [
         status(

@@ -1,8 +1,8 @@
 """AttnRes on sm_90a: attention over residual sources, then RMSNorm; schedules ``cluster7`` and ``cluster7_direct``.
 
 ``attn_res(delta, prefix, blocks, norm, query, gamma, …)`` is the plain function, ``torch.ops.goldens.attn_res`` and
-``attn_res_mailbox`` the same as custom operators, ``run(inputs, params, schedule)`` the same as a candidate for the
-suite. All work in place: prefix, a row of blocks and the mailbox are overwritten.
+``attn_res_mailbox`` the same as custom operators, without the checks, ``run(inputs, params, schedule)`` the same as a
+candidate for the suite. All work in place: prefix, a row of blocks and the mailbox are overwritten.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """FMHA forward on sm_90a: one module a rung of the ladder, one function for torch tensors.
 
-``attention(q, k, v)`` is the plain function, ``torch.ops.goldens.fmha`` the same as a custom operator, and
-``run(inputs, params, schedule)`` the same as a candidate for the suite. Rungs k2 and k3 share the bits of schedule
-``k2``; the others have those of ``wgmma128`` or ``wgmma176``, by the keys of a tile.
+``attention(q, k, v)`` is the plain function, ``torch.ops.goldens.fmha`` the same as a custom operator, without the
+checks, and ``run(inputs, params, schedule)`` the same as a candidate for the suite. Rungs k2 and k3 share the bits of
+schedule ``k2``; the others have those of ``wgmma128`` or ``wgmma176``, by the keys of a tile.
 """
 
 import functools

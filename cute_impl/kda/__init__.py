@@ -3,7 +3,7 @@
 Schedule ``chunk16``, and for few long sequences ``chunk16_scan64``, ``chunk16_scan416`` and ``chunk16_scan512``, which
 run segments of so many tokens in parallel.
 
-``fwd(q, …)`` has FlashKDA's arguments, ``torch.ops.goldens.kda`` is the same as a custom operator,
+``fwd(q, …)`` has FlashKDA's arguments, ``torch.ops.goldens.kda`` is the same as a custom operator, without the checks,
 ``run(inputs, params, schedule)`` the same as a candidate for the suite, ``fla.chunk_kda`` takes the arguments of
 flash-linear-attention.
 """
@@ -32,7 +32,8 @@ PARAMS = ("scale", "lower_bound", "final_state")
 def get_workspace_size(T_total: int, H: int, N: int = 1, schedule: str = "chunk16") -> int:
     """Bytes of workspace that ``fwd`` needs for T_total tokens, H heads, N sequences.
 
-    None for ``chunk16``, whose chunks stay on chip; 128 KB for every head and whole segment of a scan but the last.
+    None for ``chunk16``, whose chunks stay on chip; 128 KB for every head and whole segment of a scan but the last,
+    however many sequences they are of.
     """
     for name, x in (("T_total", T_total), ("H", H), ("N", N)):
         if not isinstance(x, int) or isinstance(x, bool) or x < 0:
@@ -67,7 +68,7 @@ def fwd(
     [H, 128] fp32. scale: any finite number. lower_bound: from −5 to 5, natural log. initial_state, final_state: [N, H,
     V, K] bf16 or fp32, one dtype; they may be the same tensor. cu_seqlens: [N + 1] int64 or int32 on the device, B = 1:
     sequence n has tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1; without it N = B. All contiguous, at multiples of 16
-    bytes (beta 2, A_log 4, offsets their size).
+    bytes (beta 2, A_log 4, offsets their size). What is written overlaps with nothing else, but for the states.
     workspace: uint8, ``get_workspace_size`` bytes or more, at a multiple of 128; allocated unless given. ``chunk16``
     needs none and does not touch a given one.
     check: read cu_seqlens back first, which waits for the GPU; ValueError unless they rise from 0 to T.
@@ -107,7 +108,7 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str =
     made = {"out": torch.empty_like(inputs["v"])}
     if params["final_state"] is not None:
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
-        if params["final_state"] not in dtypes:
+        if not isinstance(params["final_state"], str) or params["final_state"] not in dtypes:
             raise ValueError(f"final_state: got {params['final_state']!r}, allowed are None, 'bf16', 'fp32'")
         sequences = checks.check_offsets_form(offsets, q)
         shape = (sequences, q.shape[2], D, D)
@@ -150,7 +151,8 @@ def _kda(
     cluster: int,
     segment: int,
 ) -> None:
-    """As ``fwd``. cluster 0: by the call and the GPU's size. segment: tokens of a scan's segments, 0 for chunk16.
+    """As ``fwd``, which has made the checks. cluster 0: by the call and the GPU's size. segment: tokens of a scan's
+    segments, 0 for chunk16.
 
     No argument has a default: torch 2.11 drops trailing ones and then looks for a mutable one in vain.
     """

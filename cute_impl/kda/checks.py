@@ -54,7 +54,7 @@ def check_call(
     check_workspace(tensors["workspace"], q, scan.workspace_bytes(batch * tokens, heads, segment) if segment else 0)
     check_number("scale", scale, torch.finfo(torch.float32).max)
     check_number("lower_bound", lower_bound, MAX_LOWER_BOUND)
-    if cluster is not None and cluster not in CLUSTERS:
+    if cluster is not None and (type(cluster) is not int or cluster not in CLUSTERS):
         raise ValueError(f"cluster: got {cluster!r}, allowed are None, {', '.join(map(str, CLUSTERS))}")
     runs = max(scan.grids(batch * tokens, sequences, segment)) if segment else sequences
     if tokens > MAX_INT - 2048 or 2 * D * heads > MAX_INT or runs * heads * max(CLUSTERS) > MAX_INT:

@@ -1,7 +1,8 @@
 """MLA query on sm_90a, with the FP8 cache insert in the same launch: schedules ``small`` and ``tiled``.
 
 ``mla_query(qkv, …)`` is the plain function, ``torch.ops.goldens.mla_query`` and ``mla_query_dcp`` the same as custom
-operators, ``run(inputs, params, schedule)`` the same as a candidate for the suite. The cache is written in place.
+operators, without the checks, ``run(inputs, params, schedule)`` the same as a candidate for the suite. The cache is
+written in place.
 """
 
 import functools

@@ -18,7 +18,7 @@ gone. Outputs and cache are written after the wait for the predecessor. With ``d
 
 Shared memory, bytes: sQb R · 3072, sUk 256 · L, and for each request sX 3072, sQ 768, sP 1024, sSum 32; two mbarriers.
 C = 8: 90,112 + 4,896 B + 16; C = 16: 45,056 + 4,896 B + 16. Two CTAs fit an SM: one at work, and one of the next launch
-that has its weights. Were a launch to let the next one in before its own wait, three would share the SMs, and be slower.
+that has its weights. Were a launch to let the next one in before its own wait, three would share the SMs: slower.
 """
 
 from dataclasses import dataclass
