@@ -29,7 +29,7 @@ report: $(STAMP)
 
 # Tests that need a browser or a C++ compiler run where there is one; the last lines say what was left out.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n auto $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -483,7 +482,6 @@ def test_a_complete_run_is_recorded_and_then_proven(options, tmp_path):
     assert (exact["passed"], exact["failed"]) == (2 * len(cases), 0)
     assert found["tests"]["test_cache_insert.py::test_committed"]["passed"] == len(cases)
     assert list(found["skipped"].values()) == ["one GPU"]
-    assert check(tmp_path / "evidence").exit_code == (0 if torch.cuda.is_available() else 1)
     on_hopper = found | {"environment": found["environment"] | {"gpu": "NVIDIA H200"}}
     store.write_text(tmp_path / "evidence" / "cache_insert.json", evidence.dump(on_hopper))
     done = check(tmp_path / "evidence")
