@@ -90,7 +90,7 @@ def load(candidate: str) -> Loaded:
     if not callable(function):
         raise CandidateError(f"{place} has no function {name}")
     kernels = goldens.KERNELS
-    claims, outputs = declared(function, "schedules"), declared(function, "outputs")
+    claims, outputs = (declared(function, f"{name}.{attribute}") for attribute in ("schedules", "outputs"))
     known = list(dict.fromkeys(s for kernel in kernels.values() for s in kernel.reference.SCHEDULES))
     for schedule in claims or ():
         if schedule not in known:
@@ -99,14 +99,13 @@ def load(candidate: str) -> Loaded:
     return Loaded(lambda kernel, schedule: function, claims or (), by_kernel)
 
 
-def declared(function: Callable, attribute: str) -> tuple[str, ...] | None:
-    """The names that a function has in an attribute, None without one. CandidateError if it is no tuple of names."""
-    names = getattr(function, attribute, None)
+def declared(function: Callable, what: str) -> tuple[str, ...] | None:
+    """The names in an attribute, such as "f.outputs", None without it. CandidateError if it is no tuple of names."""
+    names = getattr(function, what.rpartition(".")[2], None)
     if names is None:
         return None
     if not isinstance(names, (tuple, list)) or not names or not all(isinstance(x, str) for x in names):
-        who = getattr(function, "__name__", "candidate")
-        raise CandidateError(f"{who}.{attribute}: got {names!r}, allowed is a tuple of names, such as ('a',)")
+        raise CandidateError(f"{what}: got {names!r}, allowed is a tuple of names, such as ('a',)")
     return tuple(names)
 
 
