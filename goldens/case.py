@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+Params = Mapping[str, Any]
+Index = tuple[slice | int | Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -16,8 +18,8 @@ class Case:
     """A kernel, its dimensions and parameters, a recipe for its inputs and a seed.
 
     ``schedules`` are those whose exact outputs the golden holds. ``exact_only`` says why the model is no judge
-    of this case (None: it is one). ``committed`` cases are in git, the others made on demand. ``regenerated`` names
-    inputs that the golden's file leaves out: large ones, made again by the recipe on reading, their digests checked.
+    of this case (None: it is one). ``committed`` cases are in git, the others made on demand. ``whole``: the
+    committed file holds inputs and the model's outputs too, and all rows of every output.
     """
 
     kernel: str
@@ -29,11 +31,16 @@ class Case:
     schedules: tuple[str, ...]
     committed: bool = True
     exact_only: str | None = None
-    regenerated: tuple[str, ...] = ()
+    whole: bool = False
 
     @property
     def id(self) -> str:
         return f"{self.kernel}/{self.name}"
+
+    @property
+    def self_contained(self) -> bool:
+        """Whether the golden's file is readable without this project: ``whole`` ones, and all made on demand."""
+        return self.whole or not self.committed
 
     def describe(self) -> dict[str, Any]:
         """What a golden's metadata and the manifest say of the case."""
@@ -44,8 +51,37 @@ class Case:
             "recipe": self.recipe,
             "seed": self.seed,
             "schedules": list(self.schedules),
-            **({"regenerated": list(self.regenerated)} if self.regenerated else {}),
         }
+
+
+@dataclass(frozen=True)
+class Part:
+    """``output[mine]`` of the further call must have the bits of ``output[base]`` of the case's own."""
+
+    output: str
+    mine: Index = ()
+    base: Index = ()
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One further call; no ``parts``: every output as a whole.
+
+    inputs: tensors, or a function that makes them of the outputs of the variant before. graph: recorded in a CUDA graph
+    on other numbers and replayed on these. may_refuse: a ValueError is an answer too. not_owed_by: schedules whose
+    definition does not promise it.
+    """
+
+    name: str
+    inputs: Tensors | Callable[[Tensors], Tensors]
+    params: Params
+    parts: tuple[Part, ...] = ()
+    graph: bool = False
+    may_refuse: bool = False
+    not_owed_by: tuple[str, ...] = ()
+
+
+Property = Callable[[Case, Tensors, Params], list[Variant]]
 
 
 @dataclass(frozen=True)
@@ -54,14 +90,16 @@ class Kernel:
 
     reference: the module with ``model`` and ``exact``. inputs: case to tensors. bound: the absolute error
     (fp64, one per element of each output) that a schedule, or "model", may have against the oracle before its
-    last rounding; derived where it is written. locate: which part of a schedule made an element. formats: the type
-    whose bytes an output of dtype uint8 holds, by the output's name; its model has values.
+    last rounding; derived where it is written. properties: what it owes bit for bit whatever the schedule, besides
+    ``goldens.invariance.EVERY``. locate: which part of a schedule made an element. formats: the type whose bytes an
+    output of dtype uint8 holds, by the output's name; its model has values.
     """
 
     name: str
     reference: ModuleType
     cases: tuple[Case, ...]
     inputs: Callable[[Case], Tensors]
-    bound: Callable[[Mapping[str, Tensor], Mapping[str, Any], str], Tensors]
+    bound: Callable[[Mapping[str, Tensor], Params, str], Tensors]
+    properties: tuple[Property, ...] = ()
     locate: Callable[[Case, str, str, tuple[int, ...]], dict[str, int]] = field(default=lambda *_: {})
     formats: Mapping[str, torch.dtype] = field(default_factory=dict)

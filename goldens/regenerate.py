@@ -1,12 +1,13 @@
 """Making goldens again: in memory to check them, or to files that appear together."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from goldens import KERNELS, store
+from goldens import KERNELS, files, store
 from goldens.case import Case
 
 
@@ -57,7 +58,9 @@ def regenerate(
     data = root or store.DATA
     made, differences = {}, []
     written, removed, left_alone = ("", "", "") if check else ("written", "removed", "left alone")
-    with _locked(data, check), store.staging() as stage:
+    with _locked(data, check), files.staging() as stage:
+        if not check:
+            _remove_abandoned(data)
         manifest = _read_manifest(data, may_lack=not check)
         for case in cases:
             tensors = store.compute(KERNELS[case.kernel], case)
@@ -86,7 +89,14 @@ def regenerate(
 
 def _locked(data: Path, check: bool) -> contextlib.AbstractContextManager[None]:
     """The folder held against other runs; a folder that is not there needs no holding to be checked."""
-    return store.locked(data, exclusive=not check) if data.is_dir() or not check else contextlib.nullcontext()
+    return files.locked(data, exclusive=not check) if data.is_dir() or not check else contextlib.nullcontext()
+
+
+def _remove_abandoned(data: Path) -> None:
+    """What killed runs left behind; the folder is held, so none is at work."""
+    for folder in (data, *(path for path in data.iterdir() if path.is_dir())):
+        for path in files.leftovers(folder, rf"({re.escape(store.MANIFEST)}|.+\.safetensors)"):
+            path.unlink(missing_ok=True)
 
 
 def _read_manifest(data: Path, may_lack: bool) -> dict[str, Any]:

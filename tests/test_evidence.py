@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import goldens
 from goldens import store
+from goldens.files import write_text
 from tools import evidence
 from tools.evidence import Compiled
 from tools.ptx_digest import normalised_host, normalised_ptx, toolkit
@@ -483,7 +484,7 @@ def test_a_complete_run_is_recorded_and_then_proven(options, tmp_path):
     assert found["tests"]["test_cache_insert.py::test_committed"]["passed"] == len(cases)
     assert list(found["skipped"].values()) == ["one GPU"]
     on_hopper = found | {"environment": found["environment"] | {"gpu": "NVIDIA H200"}}
-    store.write_text(tmp_path / "evidence" / "cache_insert.json", evidence.dump(on_hopper))
+    write_text(tmp_path / "evidence" / "cache_insert.json", evidence.dump(on_hopper))
     done = check(tmp_path / "evidence")
     assert done.exit_code == 0
     assert done.stdout.startswith("cache_insert  proven: 1 variants, ")

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import goldens
 from goldens import store
+from goldens.files import locked, write_text
 from goldens.regenerate import all_cases, regenerate
 from goldens.store import GoldenError
 
@@ -265,14 +266,14 @@ def test_an_interrupted_regeneration_leaves_no_trace(folder: Path, error: type[B
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.json"
-    store.write_text(path, "old")
+    write_text(path, "old")
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        store.write_text(path, "new")
+        write_text(path, "new")
     assert snapshot(tmp_path) == {"report.json": b"old"}
 
 
@@ -372,7 +373,7 @@ def test_an_on_demand_case_is_kept_in_the_cache(cache: Path, listed: dict, monke
 
 def test_the_cache_folder_has_a_default_below_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GOLDENS_CACHE", raising=False)
-    assert store.cache_dir() == Path.home() / ".cache" / "hopper-goldens"
+    assert store.cache.folder() == Path.home() / ".cache" / "hopper-goldens"
     monkeypatch.setenv("GOLDENS_CACHE", "~/elsewhere")
     assert store.path_of(ON_DEMAND) == Path.home() / "elsewhere" / "fmha" / "on-demand.safetensors"
 
@@ -426,7 +427,7 @@ def test_what_is_made_again_is_checked_against_the_manifest(monkeypatch: pytest.
         store.load(LIGHT, store.read_manifest())
 
 
-WRITERS = {"text": store.write_text, "manifest": lambda path, text: store.write_manifest({}, path)}
+WRITERS = {"text": write_text, "manifest": lambda path, text: store.write_manifest({}, path)}
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -441,7 +442,7 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "pipe").unlink(missing_ok=True)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(GoldenError, match=r"pipe: is there and is no regular file; choose another"):
-        store.write_text(tmp_path / "pipe", "text")
+        write_text(tmp_path / "pipe", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 
@@ -456,7 +457,7 @@ def test_a_folder_in_a_goldens_place_is_named(folder: Path) -> None:
 @pytest.mark.parametrize("check", [False, True], ids=["write", "check"])
 def test_a_folder_that_another_run_writes_to_is_left_alone(folder: Path, check: bool) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with store.locked(folder, exclusive=True), pytest.raises(GoldenError, match="another run is writing goldens there"):
+    with locked(folder, exclusive=True), pytest.raises(GoldenError, match="another run is writing goldens there"):
         regenerate([CASE], check=check, root=folder)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 

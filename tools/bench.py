@@ -162,7 +162,7 @@ def main(words: list[str]) -> None:
     options = arguments(words)
     require_gpu()
     from cute_impl import fmha
-    from goldens import store
+    from goldens.files import write_text
     from tools.environment import environment, headline
 
     rungs = options.rungs or [fmha.RUNGS[-1]]
@@ -183,7 +183,7 @@ def main(words: list[str]) -> None:
         cells += [cell for rung in rungs for cell in (f"{speeds[rung]:.3g}", f"{speeds[rung] / best:.2f}")]
         print(f"| {d} | {'yes' if causal else 'no'} | {n} | " + " | ".join(cells) + " |", flush=True)
     if options.json:
-        store.write_text(options.json, json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        write_text(options.json, json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

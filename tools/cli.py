@@ -20,6 +20,7 @@ import goldens
 from goldens import store
 from goldens.case import Case
 from goldens.compare import against_exact
+from goldens.files import write_text
 from goldens.judge import failed, judge, select
 from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
@@ -249,14 +250,14 @@ def publish(
     try:
         if files.json:
             content = report.to_json(results) | ({"not_supported": not_supported} if refused else {})
-            store.write_text(files.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
+            write_text(files.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
         if files.markdown:
             section = (
                 "\n".join(["\n## Not supported or not judged\n", *(f"- {r}" for r in refused), ""]) if refused else ""
             )
-            store.write_text(files.markdown, report.to_markdown(results, title, changes) + section)
+            write_text(files.markdown, report.to_markdown(results, title, changes) + section)
         if files.html:
-            store.write_text(files.html, report.to_html(results, title, changes, map(str, refused)))
+            write_text(files.html, report.to_html(results, title, changes, map(str, refused)))
     except store.GoldenError as error:
         raise fail(str(error), Exit.USAGE) from None
     if not all(result.passed for result in results):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from goldens import store
+from goldens.files import staging, write_text
 from reference.numerics import mufu
 from tools.environment import driver_version
 
@@ -107,7 +107,7 @@ def measure(out: Path) -> None:
         arrays[name] = result.view(torch.int32).view(bits.shape).cpu().numpy()
     content = io.BytesIO()
     np.savez(content, gpu=np.array(torch.cuda.get_device_name()), driver=np.array(str(driver_version())), **arrays)
-    with store.staging() as stage:
+    with staging() as stage:
         stage.add(out, content.getvalue())
         stage.publish()
 
@@ -132,7 +132,7 @@ def fit(measured: Path) -> dict:
 def write(coefficients: dict, path: Path = mufu.DATA) -> None:
     """Write ``mufu.json``: one line a function."""
     lines = [f"{json.dumps(key)}:{json.dumps(value, separators=(',', ':'))}" for key, value in coefficients.items()]
-    store.write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _fit_function(name: str, results: np.ndarray) -> dict:

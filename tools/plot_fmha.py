@@ -16,7 +16,7 @@ mpl.use("svg")
 
 import matplotlib.pyplot as plt
 
-from goldens import store
+from goldens.files import write_text
 
 SOLID = "k"  # rungs have names like k4, peers others
 
@@ -70,7 +70,7 @@ def main(words: list[str]) -> None:
         print("usage: python -m tools.plot_fmha OUT.svg FILE.json ...", file=sys.stderr)
         raise SystemExit(2)
     try:
-        store.write_text(Path(words[0]), plot(read(map(Path, words[1:]))))
+        write_text(Path(words[0]), plot(read(map(Path, words[1:]))))
     except ValueError as error:
         print(error, file=sys.stderr)
         raise SystemExit(2) from None

@@ -234,6 +234,7 @@ class Recorder:
     def _write(self, kernel: str, record: Record, compiled: dict[str, Any]) -> str:
         """Write the evidence of a kernel; what there is to say of it."""
         from goldens import store
+        from goldens.files import write_text
         from tools import environment, evidence
 
         launched = {name: found for name, found in compiled.items() if found.key in self.ran}
@@ -259,7 +260,7 @@ class Recorder:
             "tests": _tests(record),
             "skipped": record.skipped,
         }
-        store.write_text(self.folder / f"{kernel}.json", evidence.dump(content))
+        write_text(self.folder / f"{kernel}.json", evidence.dump(content))
         idle = f"; did not run: {', '.join(sorted(compiled.keys() - launched.keys()))}" if launched != compiled else ""
         listed = "" if compiled else f"; cute_impl.{kernel} has no function variants(), so none is proven"
         skipped = f", {len(record.skipped)} skipped" if record.skipped else ""

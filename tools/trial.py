@@ -109,7 +109,7 @@ class Trial:
             verdicts: list[Verdict] = []
             try:
                 graphs = self.device.type == "cuda"
-                for found in invariance.check(case, inputs, call, schedule, graphs):
+                for found in invariance.check(KERNELS[case.kernel], case, inputs, call, schedule, graphs):
                     if isinstance(found, Verdict):
                         verdicts.append(found)
                     else:

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 
-from goldens.store import GoldenError, write_text
+from goldens.files import GoldenError, write_text
 from tools.candidates import HardwareMissing, require_hopper
 from tools.faults import gpu, report, trial
 from tools.faults.patch import Fault, PatchError

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from goldens import store
+from goldens.files import write_text
 from tools.environment import environment
 from tools.faults.gpu import KernelOutcome
 from tools.faults.trial import CHECKS, TOLERANCE, Outcome
@@ -103,4 +103,4 @@ def put(path: Path, section: str, text: str) -> None:
     content = path.read_text() if path.exists() else "# Planted faults\n"
     before, found, rest = content.partition(start)
     after = rest.partition(f"{END}\n")[2]
-    store.write_text(path, before + block + after if found else f"{content.rstrip()}\n\n{block}")
+    write_text(path, before + block + after if found else f"{content.rstrip()}\n\n{block}")

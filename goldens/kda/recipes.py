@@ -1,22 +1,18 @@
-"""KDA's cases, input recipes, and where in a schedule an element is made; tolerances: ``kda_bound``."""
+"""KDA's input recipes, states and packed lengths."""
 
-from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from goldens import inputs as draw
-from goldens.case import Case, Kernel, Tensors
-from goldens.kda_bound import bound
+from goldens.case import Case, Tensors
 from reference import kda as reference
 from reference.numerics.formats import to_bf16
 
 D, CHUNK = reference.D, reference.CHUNK
-SCALE = D**-0.5
 
-# Inputs.
 
 Tokens = tuple[int, int, int]  # B, T, H
 Values = Callable[[str, Tokens], Tensors]  # label and tokens to everything but the state and the offsets
@@ -226,7 +222,7 @@ OFFSETS: dict[str, tuple[int, ...]] = {
 }
 
 
-def _split(recipe: str) -> tuple[str, str, str]:
+def split(recipe: str) -> tuple[str, str, str]:
     """Values, offsets and the first state's type of a case's recipe "VALUES@OFFSETS@STATE"; "-" where there is none."""
     values, pattern, state = recipe.split("@")
     return values, pattern, state
@@ -234,7 +230,7 @@ def _split(recipe: str) -> tuple[str, str, str]:
 
 def inputs(case: Case) -> Tensors:
     """All inputs of a case."""
-    values, pattern, state = _split(case.recipe)
+    values, pattern, state = split(case.recipe)
     tokens = (case.dims["batch"], case.dims["tokens"], case.dims["heads"])
     x = RECIPES[values].values(case.id, tokens)
     if pattern != "-":
@@ -245,159 +241,3 @@ def inputs(case: Case) -> Tensors:
         first = RECIPES[values].state(f"{case.id}/initial_state", shape)
         x["initial_state"] = to_bf16(first) if state == "bf16" else first
     return x
-
-
-# Cases.
-
-
-def make_case(
-    tokens: int,
-    heads: int = 1,
-    values: str = "normal",
-    offsets: str = "-",
-    *,
-    batch: int = 1,
-    state: str = "-",
-    final: str | None = None,
-    lower_bound: float = -5.0,
-    scale: float = SCALE,
-    regenerated: tuple[str, ...] = (),
-    committed: bool = True,
-    seed: int = 0,
-    schedules: tuple[str, ...] = ("chunk16",),
-) -> Case:
-    """A case by its sizes, the recipe of its values, its offsets, and the types of its first and last state."""
-    parts = [f"t{tokens}", f"h{heads}" if heads != 1 else "", f"b{batch}" if batch != 1 else ""]
-    parts += [
-        offsets if offsets != "-" else "",
-        f"from-{state}" if state != "-" else "",
-        f"to-{final}" if final else "",
-    ]
-    parts += [f"lb{lower_bound:g}" if lower_bound != -5 else "", f"scale{scale:g}" if scale != SCALE else "", values]
-    parts += [f"s{seed}" if seed else ""]
-    return Case(
-        kernel="kda",
-        name="-".join(part for part in parts if part),
-        dims={"batch": batch, "tokens": tokens, "heads": heads},
-        params={"scale": scale, "lower_bound": lower_bound, "final_state": final},
-        recipe=f"{values}@{offsets}@{state}",
-        seed=seed,
-        schedules=schedules,
-        committed=committed,
-        exact_only=_exact_only(values, tokens, lower_bound),
-        regenerated=regenerated,
-    )
-
-
-_STATE = ("initial_state",)
-_ROWS = ("q", "k", "v", "g")
-_BOTH = (*_ROWS, *_STATE)
-
-
-_SCAN64, _SCAN416, _SCAN512 = ((f"chunk16_scan{segment}",) for segment in reference.SEGMENTS)
-_ACCUMULATES = "what does not decay keeps every chunk's error: in the worst case more than there is to output"
-
-
-def _exact_only(values: str, tokens: int, lower_bound: float) -> str | None:
-    """Why the model is no judge: the recipe says so, or the derived bound is beyond the outputs."""
-    lasting = abs(lower_bound) < 0.1 or values in ("repeated", "collinear", "bound-beside-none", "still")
-    return RECIPES[values].exact_only or (_ACCUMULATES if lasting and tokens > 2 * CHUNK else None)
-
-
-def _large(tokens: int, heads: int = 1, values: str = "normal", offsets: str = "-", **more: Any) -> Case:
-    return make_case(tokens, heads, values, offsets, committed=False, **more)
-
-
-_CASES = (
-    # Two chunks, whole; then every way to begin and to end a state, every tail, sequences side by side. Other files
-    # leave out what their recipe makes again, where that is much.
-    make_case(20, 1, "normal"),
-    make_case(17, 1, "normal", state="fp32", final="fp32", regenerated=_BOTH),
-    make_case(2, 2, "normal", state="bf16", regenerated=_STATE),
-    make_case(1, 1, "normal", final="bf16"),
-    make_case(18, 1, "bound-beside-none", final="fp32", regenerated=_ROWS),
-    make_case(136, 1, "normal", "tails", regenerated=_ROWS),
-    make_case(281, 1, "normal", "lengths", regenerated=_ROWS),
-    make_case(5, 1, "normal", "first-empty", state="bf16", final="bf16", regenerated=_BOTH),
-    make_case(3, 2, "normal", batch=2, lower_bound=0.1, regenerated=_ROWS),
-    make_case(18, 1, "normal", lower_bound=0.0, scale=1.0, regenerated=_ROWS),
-    make_case(7, 1, "reading", state="fp32", lower_bound=-1.0, regenerated=_BOTH),
-    # Hostile values.
-    make_case(18, 1, "cancel", state="fp32", regenerated=_BOTH),
-    # Seeds of which one notices the order of the norm's sum and its root, the other the root again.
-    make_case(4, 1, "still", seed=464, regenerated=_ROWS),
-    make_case(4, 1, "still", seed=8, regenerated=_ROWS),
-    make_case(19, 1, "repeated", regenerated=_ROWS),
-    make_case(18, 1, "collinear", regenerated=_ROWS),
-    make_case(18, 1, "saturated", regenerated=_ROWS),
-    make_case(9, 1, "inf-gates", regenerated=_ROWS),
-    make_case(6, 1, "faint", regenerated=_ROWS),
-    # Seeds that tell eps from the fp32 number above it; scale times the root of the norm from scale times the normed;
-    # substitution in fp32 from one in fp64.
-    *(make_case(4, 1, "faint", seed=seed, regenerated=_ROWS) for seed in (1771, 1664)),
-    make_case(12, 1, "collinear", seed=2219, regenerated=_ROWS),
-    make_case(1, 1, "whispering", state="bf16", scale=1.5, regenerated=_BOTH),
-    make_case(1, 1, "subnormal", scale=2.0**-20, regenerated=_ROWS),  # sums below the least fp32
-    make_case(7, 1, "zeros", regenerated=_ROWS),
-    make_case(9, 1, "sizes", regenerated=_ROWS),
-    make_case(5, 1, "subnormal", state="fp32", regenerated=_BOTH),
-    make_case(9, 1, "wide", regenerated=_ROWS),
-    make_case(21, 1, "nan", "thirds", regenerated=_ROWS),
-    make_case(3, 1, "inf-state", state="fp32", regenerated=_STATE),
-    # Three segments of 64 tokens, the last of one, behind a short sequence and an empty one; a decay that leaves much.
-    make_case(131, 1, "normal", "scan", state="bf16", lower_bound=-0.0625, regenerated=_BOTH, schedules=_SCAN64),
-    # On demand: every recipe over several chunks with states of either type.
-    *(_large(100, 2, values, state="fp32", final="fp32", schedules=("chunk16", *_SCAN64)) for values in RECIPES),
-    *(_large(77, 2, values, state="bf16", final="bf16", batch=2, lower_bound=-1.0) for values in RECIPES),
-    _large(64, 2, "normal", "empty-i32", state="fp32", final="fp32"),
-    _large(0, 2, "normal", "nothing", state="fp32", final="fp32"),
-    _large(0, 2, "normal", "nothing", final="bf16"),
-    _large(136, 3, "normal", "tails", state="bf16", final="bf16"),
-    _large(281, 4, "normal", "lengths", state="fp32", final="fp32"),
-    _large(1024, 2, "normal", "mixed-i32", state="fp32", final="fp32"),
-    _large(64, 40, "normal", final="fp32"),
-    _large(33, 2, "normal", batch=9, state="bf16", final="bf16"),
-    _large(1024, 4, "normal", lower_bound=0.0, final="fp32"),
-    _large(1024, 4, "bound-beside-none", final="fp32"),
-    _large(8192, 1, "normal", "six", state="bf16", final="bf16"),
-    _large(4096, 1, "repeated", final="fp32"),
-    _large(16384, 1, "repeated", final="fp32"),
-    # Segments: NaN in the second of two sequences; every kind of state; lengths about whole segments.
-    _large(140, 1, "nan", "two-of-70", state="bf16", final="bf16", lower_bound=-0.0625, schedules=_SCAN64),
-    _large(322, 2, "normal", "scan-i32", state="bf16", final="bf16", lower_bound=-0.0625, schedules=_SCAN64),
-    _large(193, 1, "normal", batch=2, final="fp32", lower_bound=-0.0625, schedules=_SCAN64),
-    _large(1682, 1, "normal", "scan416-i32", state="bf16", final="bf16", lower_bound=-0.0078125, schedules=_SCAN416),
-    _large(2048, 1, "repeated", final="fp32", schedules=_SCAN416),
-    _large(512, 1, "normal", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
-    _large(513, 2, "normal", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
-    _large(1024, 1, "normal", lower_bound=-0.0078125, final="bf16", schedules=_SCAN512),
-    _large(1300, 1, "bound-beside-none", state="bf16", final="bf16", schedules=_SCAN512),
-    _large(2048, 1, "repeated", state="fp32", final="fp32", schedules=_SCAN512),
-)
-
-
-# Where.
-
-
-def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> dict[str, int]:
-    """Sequence, head, chunk, slab of 16 rows of V (a consumer warp has one or two), lane, register of an element.
-
-    Lane and register are those of the accumulator of mma.m16n8k16, [V, tokens] for out and [V, K] for the state. All
-    are the same whatever the cluster.
-    """
-    if output == "out":
-        batch, token, head, row = index
-        pattern = _split(case.recipe)[1]
-        starts = OFFSETS[pattern] if pattern != "-" else (0,)
-        sequence = bisect_right(starts, token) - 1
-        token -= starts[sequence]
-        place = {"sequence": batch + sequence, "head": head, "chunk": token // CHUNK}
-        column = token % CHUNK
-    else:
-        sequence, head, row, column = index
-        place = {"sequence": sequence, "head": head}
-    register = column // 8 * 4 + row % 16 // 8 * 2 + column % 2
-    return place | {"slab": row // 16, "lane": row % 8 * 4 + column % 8 // 2, "register": register}
-
-
-KERNEL = Kernel("kda", reference, _CASES, inputs, bound, locate)

@@ -1,26 +1,19 @@
-"""The cache insert's cases, input recipes, tolerances, and where an element is made.
+"""The cache insert's input recipes; ``goldens.mla_query`` shares them for its own insert."""
 
-``goldens.mla_query`` shares them for its own insert.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from goldens import inputs as draw
-from goldens.case import Case, Kernel, Tensors
+from goldens.case import Case, Tensors
 from reference import cache_insert as reference
 from reference.numerics.formats import E4M3, to_bf16
 
 LATENT, ROPE = reference.LATENT, reference.ROPE
 EPS = float.fromhex("0x1.0c6f7ap-20")  # fp32 nearest to 1e-6
-UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
-LEAST = 2.0**-149
 
-# Inputs.
 
 Values = Callable[[str, int], Tensors]  # label and B to kv, k_pe and w_kva, and k_scale_inv if it depends on them
 
@@ -220,125 +213,3 @@ def inputs(case: Case) -> Tensors:
     """kv, k_pe, w_kva, cache, slots and k_scale_inv of a case, whose recipe is "VALUES@SLOTS"."""
     values, pattern = case.recipe.split("@")
     return make_inputs(RECIPES[values], pattern, case.id, *(case.dims[name] for name in ("rows", "pages", "page_size")))
-
-
-# Cases.
-
-
-def make_case(
-    rows: int,
-    values: str,
-    slots: str = "spread",
-    *,
-    pages: int = 2,
-    page_size: int = 2,
-    committed: bool = True,
-    seed: int = 0,
-) -> Case:
-    """A case by B, the recipe of its values and the pattern of its slots."""
-    size = f"p{pages}x{page_size}" if (pages, page_size) != (2, 2) else ""
-    parts = [f"b{rows}", size, slots if slots != "spread" else "", values, f"s{seed}" if seed else ""]
-    return Case(
-        kernel="cache_insert",
-        name="-".join(part for part in parts if part),
-        dims={"rows": rows, "pages": pages, "page_size": page_size},
-        params={"eps": RECIPES[values].eps},
-        recipe=f"{values}@{slots}",
-        seed=seed,
-        schedules=("insert",),
-        committed=committed,
-        exact_only=RECIPES[values].exact_only,
-    )
-
-
-_CASES = (
-    # The pitfalls' two, by hand in tests/test_cache_insert.py.
-    make_case(1, "unit", pages=1, page_size=1),
-    make_case(4, "padded", "alternate", pages=2, page_size=3),
-    # What the numbers may be.
-    make_case(2, "normal", "crossing"),
-    make_case(1, "ties", pages=1, page_size=1),
-    make_case(1, "saturating", pages=1, page_size=1),
-    make_case(1, "subnormal", pages=1, page_size=1),
-    make_case(2, "zeros", "page", pages=1, page_size=2),
-    make_case(1, "scale-zero", pages=1, page_size=1),
-    make_case(1, "scale-tiny", pages=1, page_size=1),
-    make_case(1, "scale-huge", pages=1, page_size=1),
-    make_case(1, "underflow", pages=1, page_size=1),
-    make_case(3, "bits", pages=1, page_size=3),
-    # Two seeds that between them notice each wrong order, rounding or root of the norm that is tried.
-    *(make_case(1, "halfway", pages=1, page_size=1, seed=seed) for seed in (60, 447)),
-    make_case(1, "faint-halfway", pages=1, page_size=1, seed=109),  # tells eps from the fp32 number above it
-    # What the slots may be.
-    make_case(3, "normal", "page", pages=2, page_size=3),
-    make_case(8, "normal", "beyond", pages=1, page_size=2),
-    make_case(2, "normal", "none", pages=1, page_size=1),
-    # On demand: every recipe and pattern in a larger cache.
-    *(make_case(16, values, pages=5, page_size=16, committed=False) for values in RECIPES),
-    *(
-        make_case(64, "normal", slots, pages=3, page_size=64, committed=False)
-        for slots in ("spread", "alternate", "none", "page", "crossing", "beyond")
-    ),
-    make_case(64, "wide", "spread", pages=1, page_size=64, committed=False),
-)
-
-
-# Tolerances.
-
-# Roundings, in units u = 2^-24 of fp32, from kv to the value that is rounded to bf16. The mean square has those of a
-# sum of positive terms (sum) and two more, eps added and the division (the insert's product with 1/512 is exact, its
-# fma one rounding); a root halves them. Then 1/√ itself, two products:
-#   insert:  sum 14 = 8 FMAs, 5 butterfly stages, 1 of the warps;  root 5 = 2.5 ULP of rsqrt.approx (measured: 2 from
-#            the correctly rounded)
-#   model:   sum 1 + ⌈log2 n⌉, a product and halving;  root 2 = √ and the division
-# so e = u · ((sum + 2) / 2 + root + 2) · |value|, and 2^-149 where a product is subnormal. Rounding to bf16 is
-# monotone: what enters within e of the oracle's value v leaves within [bf16(v − e), bf16(v + e)], a single number
-# unless a tie lies between. The product with the scale rounds once more. k_pe has only that product.
-
-
-def norm_error(value: Tensor, sum_roundings: float, root: float) -> Tensor:
-    """fp64 bound on the error of x · rsqrt(mean(x²) + eps) · w before its rounding to bf16."""
-    return 1.01 * UNIT * ((sum_roundings + 2) / 2 + root + 2) * _finite(value).abs() + 2 * LEAST
-
-
-def _finite(value: Tensor) -> Tensor:
-    """0 in place of infinities: those of the inputs have no error."""
-    return torch.where(value.isinf(), 0.0, value)
-
-
-def spread(value: Tensor, error: Tensor) -> Tensor:
-    """The largest distance between roundings to bf16 of what lies within ``error`` of fp64 ``value``."""
-    low, high = (reference.round_bf16(x) for x in (value - error, value + error))
-    return torch.where(low == high, 0.0, high - low)
-
-
-def scaled_error(value: Tensor, error: Tensor, scale: Tensor) -> Tensor:
-    """The error after a product with ``scale``, from that of ``value``."""
-    return (scale * error).abs() + 1.01 * UNIT * _finite(scale * value).abs() + LEAST
-
-
-def rows_bound(tensors: Mapping[str, Tensor], eps: float, schedule: str) -> Tensor:
-    """fp64 bounds [B, 576] on the rows before their conversion."""
-    kv, k_pe, w, scale = (tensors[name].to(torch.float64) for name in ("kv", "k_pe", "w_kva", "k_scale_inv"))
-    value = kv / torch.sqrt((kv * kv).mean(1, keepdim=True) + eps) * w
-    error = norm_error(value, 1 + LATENT.bit_length() - 1, 2) if schedule == "model" else norm_error(value, 14, 5)
-    latent = scaled_error(reference.round_bf16(value), spread(value, error), scale)
-    return torch.cat([latent, scaled_error(k_pe, torch.zeros_like(k_pe), scale)], dim=1)
-
-
-def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
-    """fp64 bounds on |cache − oracle| before conversion; 0 where no row is written."""
-    if schedule not in ("model", *reference.SCHEDULES):
-        raise ValueError(f"schedule: got {schedule!r}, a bound is derived for insert and model")
-    untouched = torch.zeros(tensors["cache"].shape, dtype=torch.float64, device=tensors["cache"].device)
-    return {"cache": reference.write(untouched, tensors["slots"], rows_bound(tensors, params["eps"], schedule))}
-
-
-def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> dict[str, int]:
-    """The slot, and the thread of 64 that made an element of its latent; k_pe follows as threads 64 … 71."""
-    page, offset, column = index
-    return {"slot": page * case.dims["page_size"] + offset, "thread": column // reference.COLUMNS}
-
-
-FORMATS = {"cache": E4M3.dtype}
-KERNEL = Kernel("cache_insert", reference, _CASES, inputs, bound, locate, FORMATS)

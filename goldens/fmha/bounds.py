@@ -1,0 +1,112 @@
+"""How far FMHA's outputs may be from the oracle's, for the model and for each schedule: derived, element by element."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from goldens.case import Tensors
+from reference import fmha as reference
+
+_UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
+_TINY = 2.0**-126
+_FUSED_SUM = 10.5  # see below
+_BF16_OVER_FP32 = 2.0**16
+
+
+# Roundings, in units u = 2^-24 of fp32, by where they enter. With M the row's maximum, R = M − s the distance of a
+# score below it, A = scale · Σ|q·k|, T the number of key tiles, and weights w that sum to 1:
+#   score     (score · A): d products and sums and the scale, d + 1 roundings
+#   shift     (shift · A of the row's largest): m · c is rounded before it is subtracted (wgmma alone)
+#   weight    (range · R + weight): x · log2e is rounded, and log2e itself; each ex2 errs by at most 2^-22 = 4u. In k2
+#             the weight is exp(s − m) times a factor α for each later tile; their exponents add up to R.
+#   numerator (value): a chain over the keys of a tile and one rounding a tile
+#   sum       (total): 16 adds, 2 shuffles, one rounding a tile
+#   quotient  (last): reciprocal (1 ULP = 2u) and product, or one division
+# so, with E = score·A + range·R + weight,
+#   |error of o| ≤ u · [Σ w|v|(E + value) + |o| Σ w(E + total) + last·|o|],
+# In wgmma a fused sum cuts its 17 terms at 2^-25 of the largest one's power of two, and their sum at 2^-23: at most
+# 17/2 + 2 = 10.5 u of Σ|terms|. The weights that multiply V, not those that are summed, are rounded to bf16: by half an
+# ULP of its 8 bits, 2^-8 = 2^16 u. Its range R counts c, the FMA, and in α a difference and a product; in lse, lg2 errs
+# by 2^-22 of the larger of 1 and itself.
+# All this plus what underflow may drop: 2^-126 for each exponential, times the largest |v|, and 2^-150 for each
+# operation on subnormals, at most 2 a key and 4 a row. A factor 1.01 pays for products of errors.
+
+
+def _roundings(d: int, n: int, schedule: str) -> dict[str, float]:
+    if schedule == "k2":
+        tiles = -(-n // 64)
+        return {
+            "score": d + 1,
+            "shift": 0,
+            "range": 3,
+            "weight": 4.0 * tiles,
+            "value": 64 + tiles,
+            "total": 18 + tiles,
+            "last": 3,
+        }
+    if schedule == "model":
+        total = 1.0 * n.bit_length()
+        return {
+            "score": d + 2,
+            "shift": 0,
+            "range": 1,
+            "weight": 2,
+            "value": n + 1,
+            "total": total,
+            "last": 1,
+            "log": 0,
+        }
+    if schedule.startswith("wgmma"):
+        bc = int(schedule.removeprefix("wgmma"))
+        tiles = -(-n // bc)
+        return {
+            "score": _FUSED_SUM * d / 16,
+            "shift": 1,
+            "range": 4,
+            "weight": 4.0 * tiles,
+            "value": _BF16_OVER_FP32 + _FUSED_SUM * tiles * bc / 16 + tiles,
+            "total": bc / 4 + tiles + 2,
+            "last": 3,
+            "log": 4,
+        }
+    raise ValueError(f"schedule: got {schedule!r}, a bound is derived for k2, wgmma and model")
+
+
+def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
+    """fp64 bounds on |o − oracle| before o is rounded to its format, and on |lse − oracle| if the schedule has it."""
+    return reference.by_sequence(lambda own: _bound(own, params, schedule), tensors)
+
+
+def _bound(tensors: Tensors, params: Mapping[str, Any], schedule: str) -> Tensors:
+    """``bound`` of one sequence length."""
+    q, k, v = (tensors[name].to(torch.float64) for name in ("q", "k", "v"))
+    group = q.shape[0] // k.shape[0]
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scale = reference.scale_of(q.shape[2], params)
+    c = _roundings(q.shape[2], k.shape[1], schedule)
+    keep = reference.visible(q.shape[1], k.shape[1], params.get("causal", False), q.device)
+    s = torch.where(keep, q @ k.transpose(1, 2) * scale, -torch.inf)
+    a = torch.where(keep, q.abs() @ k.abs().transpose(1, 2) * scale, 0.0)
+    largest = s.amax(-1, keepdim=True) if k.shape[1] else torch.full_like(q[..., :1], -torch.inf)
+    empty = largest == -torch.inf
+    distance = torch.where(keep, largest - s, 0.0)
+    w = torch.where(keep & ~empty, torch.exp(-distance), 0.0)
+    total = w.sum(-1, keepdim=True)
+    w = w / torch.where(empty, 1.0, total)
+    largest_a = a.amax(-1, keepdim=True) if k.shape[1] else torch.zeros_like(largest)
+    relative = c["score"] * a + c["shift"] * largest_a + c["range"] * distance + c["weight"]
+    o = w @ torch.where(v.isfinite(), v, 0.0)
+    sums = (w * (relative + c["total"])).sum(-1, keepdim=True)
+    errors = (w * (relative + c["value"])) @ v.abs() + o.abs() * sums + c["last"] * o.abs()
+    dropped = _TINY * 2 * k.shape[1] * v.abs().amax((1, 2), keepdim=True) if k.shape[1] else 0.0
+    dropped = dropped + (2 * k.shape[1] + 4) * 2.0**-150
+    result = {"o": 1.01 * _UNIT * errors + dropped}
+    if schedule != "k2":
+        lse = torch.where(empty, 0.0, largest + torch.log(torch.where(empty, 1.0, total)))
+        score = (c["score"] * w * a).sum(-1, keepdim=True) + c["score"] * largest_a
+        logarithm = c["log"] * (1 + lse.abs() + largest.abs())
+        parts = sums + score + logarithm + 3 * lse.abs() + 2 * largest.abs()
+        result["lse"] = (1.01 * _UNIT * parts.nan_to_num(0.0))[..., 0]
+    return result

@@ -1,0 +1,172 @@
+"""FMHA's input recipes."""
+
+import itertools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from goldens import inputs as draw
+from goldens.case import Case, Tensors
+from reference import fmha as reference
+from reference.numerics.formats import to_bf16
+
+
+def _normal(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    return {name: draw.normal_bf16(f"{label}/{name}", q if name == "q" else kv) for name in ("q", "k", "v")}
+
+
+def _wide(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    spread = {"q": (-12, 3), "k": (-12, 3), "v": (-40, 40)}
+    return {n: draw.wide_bf16(f"{label}/{n}", q if n == "q" else kv, *spread[n]) for n in ("q", "k", "v")}
+
+
+def _cancel(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """The second half of each score's products undoes the first, values alternate in sign."""
+    x = _normal(label, q, kv)
+    half = q[2] // 2
+    x["q"][..., half:] = x["q"][..., :half]
+    x["k"][..., half:] = -x["k"][..., :half]
+    x["k"][..., -1] = draw.normal_bf16(f"{label}/rest", kv[:2])
+    x["v"][:, 1::2] = -x["v"][:, 0::2]
+    return x
+
+
+def _ties(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Equal weights and small integers whose mean over all keys is an odd multiple of ½: without a mask, all ties."""
+    values = draw.integers(f"{label}/v", kv, 128, 192)
+    values[:, -1] += (kv[1] // 2 - values.sum(1)) % kv[1]
+    return {
+        "q": torch.zeros(q, dtype=torch.bfloat16),
+        "k": draw.normal_bf16(f"{label}/k", kv),
+        "v": to_bf16(values.to(torch.float32)),
+    }
+
+
+def _subnormal(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    return _normal(label, q, kv) | {"v": draw.wide_bf16(f"{label}/v", kv, -127, -124)}
+
+
+def _zeros(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Zeros of both signs in q, k and v."""
+    sign = {n: draw.integers(f"{label}/{n}", q if n == "q" else kv, 0, 2) for n in ("q", "k", "v")}
+    return {n: to_bf16(torch.where(s == 1, -0.0, 0.0)) for n, s in sign.items()}
+
+
+def _overflow(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Every 16th key has scores around the largest fp32: some of their chains overflow, to either side."""
+    x = _normal(label, q, kv)
+    exponent = torch.where(torch.arange(kv[1]) % 16 == 0, 2.0**62, 2.0**-60)[:, None]
+    return x | {
+        "q": to_bf16(x["q"].to(torch.float32) * 2.0**62),
+        "k": to_bf16(x["k"].to(torch.float32) * exponent),
+    }
+
+
+def _negative(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """All scores far below zero, where only differences to the maximum matter."""
+    x = _normal(label, q, kv)
+    near = {n: to_bf16(x[n].to(torch.float32) * 0.125 + (8.0 if n == "q" else -8.0)) for n in ("q", "k")}
+    return near | {"v": x["v"]}
+
+
+def _dominant(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """One key in the second half of each sequence outweighs the others by about e^80."""
+    x = _normal(label, q, kv)
+    direction = draw.normal_bf16(f"{label}/direction", (1, 1, q[2]))
+    x["q"] = to_bf16(x["q"].to(torch.float32) * 0.125 + direction.to(torch.float32))
+    x["k"][:, kv[1] * 3 // 4] = to_bf16(direction[:, 0].to(torch.float32) * (80.0 / q[2] ** 0.5))
+    return x
+
+
+def _constant(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """All keys of a sequence equal: every visible weight is the same."""
+    x = _normal(label, q, kv)
+    x["k"] = x["k"][:, :1].expand(kv).contiguous()
+    return x
+
+
+def _halfway(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Keys in equal pairs, four apart, with neighbouring values: whatever the weights, every mean is a tie in bf16.
+
+    One rounding more or less anywhere in a row's sums then decides which way an output goes.
+    """
+    x = _normal(label, q, kv)
+    second = torch.arange(kv[1]) % 8 >= 4
+    x["k"][:, second] = x["k"][:, ~second]
+    x["v"] = (x["v"][:, :1].view(torch.int16) + second[:, None].to(torch.int16)).view(torch.bfloat16)
+    return x
+
+
+def _nan(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """NaN of several payloads in one query row, one key of the second half, and one value in the last row."""
+    x = _normal(label, q, kv)
+    for where, code in (("q", 0x7FC0), ("k", 0x7F81), ("v", -1)):
+        row = {"q": q[1] // 3, "k": kv[1] * 2 // 3, "v": kv[1] - 1}[where]
+        x[where].view(torch.int16)[:, row, 5] = code
+    return x
+
+
+def _inf(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Infinities of both signs in single elements of q, k and v."""
+    x = _normal(label, q, kv)
+    x["q"][:, q[1] // 3, 5] = torch.inf
+    x["k"][:, kv[1] * 2 // 3, 7] = -torch.inf
+    x["v"][:, kv[1] // 2, 9] = torch.inf
+    x["v"][:, -1, 11] = -torch.inf
+    return x
+
+
+def _bits(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Any bit patterns; q and k keep to 2^±20 so that not every row is NaN, one sequence of v is all bits."""
+    x = {n: draw.wide_bf16(f"{label}/{n}", q if n == "q" else kv, -20, 2) for n in ("q", "k")}
+    return x | {"v": draw.bits_bf16(f"{label}/v", kv)}
+
+
+Recipe = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensors]
+RECIPES: dict[str, Recipe] = {
+    "normal": _normal,
+    "wide": _wide,
+    "cancel": _cancel,
+    "ties": _ties,
+    "subnormal": _subnormal,
+    "zeros": _zeros,
+    "overflow": _overflow,
+    "negative": _negative,
+    "dominant": _dominant,
+    "constant": _constant,
+    "halfway": _halfway,
+    "nan": _nan,
+    "inf": _inf,
+    "bits": _bits,
+}
+EXACT_ONLY = {
+    "overflow": "whether a score overflows depends on the order of its sum",
+    "nan": "k2 visits masked keys, and 0 · NaN is NaN",
+    "inf": "k2 visits masked keys, and 0 · inf is NaN",
+    "bits": "k2 visits masked keys, and 0 · inf is NaN",
+}
+
+
+def inputs(case: Case) -> Tensors:
+    """q [B·Hq, Nq, d], k and v [B·Hkv, Nk, d], bf16, of a case.
+
+    Packed sequences also have their offsets, int32; keys and values of a sequence without queries are NaN.
+    """
+    dims = case.dims
+    q = (dims["batch"] * dims["heads_q"], dims["n_q"], dims["d"])
+    kv = (dims["batch"] * dims["heads_kv"], dims["n_k"], dims["d"])
+    x = RECIPES[case.recipe](case.id, q, kv)
+    if "n_q0" in dims:
+        x |= {name: _offsets(dims, prefix) for name, prefix in zip(reference.OFFSETS, ("n_q", "n_k"), strict=True)}
+        for _, own in reference.sequences(x):
+            if own["q"].shape[1] == 0:
+                own["k"].fill_(torch.nan)
+                own["v"].fill_(torch.nan)
+    return x
+
+
+def _offsets(dims: Mapping[str, int], prefix: str) -> Tensor:
+    """Where packed sequences start, int32 [B + 1], from the lengths ``prefix``0, ``prefix``1, …"""
+    count = sum(name.removeprefix(prefix).isdigit() for name in dims)
+    return torch.tensor([0, *itertools.accumulate(dims[f"{prefix}{i}"] for i in range(count))], dtype=torch.int32)
