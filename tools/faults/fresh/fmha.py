@@ -222,7 +222,7 @@ _WGMMA = (
     ("wgmma-tiles-ascending", "wgmma128", "The tiles are visited in ascending order.",
      "for start in reversed(range(0, n_k, bc)):", "for start in range(0, n_k, bc):"),
     ("wgmma-tail-of-one-lost", "wgmma128", "A tail of a single key is not visited.",
-     "for start in reversed(range(0, n_k, bc)):", "for start in reversed(range(0, max(1, n_k - 1), bc)):"),
+     "for start in reversed(range(0, n_k, bc)):", "for start in reversed(range(0, min(n_k, max(1, n_k - 1)), bc)):"),
     ("wgmma-mask-first-visited-only", "wgmma176",
      "Only the first tile that a warpgroup visits is masked, though its diagonal can cross into the next.",
      _WGMMA_KEEP,
