@@ -52,7 +52,8 @@ _PREFIX = (
      _SLOTS, 'chain_add(inputs["delta"][:4, : prefix.shape[0]].to(torch.float32), 0)'),
     ("slot-stride-of-tokens", "cluster7", "The slots' stride is T rows, not the capacity.",
      _SLOTS,
-     'chain_add(inputs["delta"].flatten(0, 1)[: params["slots"] * len(prefix)].view(-1, *prefix.shape).float(), 0)'),
+     'chain_add(inputs["delta"].flatten(0, 1)[: params["slots"] * len(prefix)]'
+     '.view(params["slots"], *prefix.shape).float(), 0)'),
     ("mailbox-read-from-the-end", "cluster7_direct", "The mailbox is read T rows from its end.",
      _SLOTS, 'chain_add(inputs["delta"][:, inputs["delta"].shape[1] - prefix.shape[0] :].to(torch.float32), 0)'),
     ("delta-always-added", "cluster7", "The old prefix is added whether has_delta or not.",
