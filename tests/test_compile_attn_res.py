@@ -240,6 +240,7 @@ REFUSALS = {
     "final": ({}, {"final": None}, r"final: got None, allowed are True and False"),
     "eps": ({}, {"eps": 0.0}, r"eps: got 0.0, allowed is a number from"),
     "out_eps": ({}, {"out_eps": float("nan")}, r"out_eps: got nan, allowed is a number from"),
+    "promise": ({}, {"all_but_delta_complete": 1}, r"all_but_delta_complete: got 1, allowed are True and False"),
     "polls": ({}, {"polls": -1}, r"polls: got -1, allowed are 0"),
     "schedule": ({}, {"schedule": "cluster8"}, r"schedule: got 'cluster8', allowed are cluster7, cluster7_direct"),
     "out": ({}, {"out": zeros(2, D - 8)}, r"out: got width 7160"),

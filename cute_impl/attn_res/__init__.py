@@ -49,7 +49,7 @@ def attn_res(
     aux: Sequence[Tensor] = (),
     out: Tensor | None = None,
     schedule: str = "cluster7",
-    pdl: bool = True,
+    all_but_delta_complete: bool = False,
     polls: int = 0,
     status: Tensor | None = None,
 ) -> Tensor:
@@ -59,7 +59,12 @@ def attn_res(
     [D]; all bf16, columns contiguous, everything else at any multiple of 8 elements, mailbox and weights contiguous.
     nb: rows of blocks that are sources, all unless given. aux: tensors [T, D] that take copies of the new prefix.
     out: where the output goes, a new tensor unless given; it may lie beside the rows of blocks, not in them.
-    pdl: launched with programmatic dependent launch; see ``cluster7`` for what the caller then guarantees.
+    all_but_delta_complete: the caller's promise that prefix, blocks, norm, query and gamma are complete at launch: not
+    written by the launch before on this stream, nor by those that it may overlap, back to the last ordinary one and
+    including it; so not by a call of this kernel right before. They are then read at once, by programmatic dependent
+    launch, while launches before still run; a delta tensor may come from the launch before. With a mailbox whoever
+    publishes must not touch a token's prefix, blocks, aux and out once its row is sent. Without the promise the kernel
+    starts when all before it on the stream has ended, and any argument may come from there.
     polls: reads of a mailbox fragment before giving up, 0 for no bound; it then counts as what was last read, and
     status, int32 [4], is set to 1.
 
@@ -70,7 +75,7 @@ def attn_res(
     if not isinstance(aux, Sequence):
         raise ValueError(f"aux: got {type(aux).__name__}, allowed is a sequence of tensors")
     config = _config(nb, slots, has_delta, write, final, len(aux), schedule)
-    _check_numbers(eps, out_eps, polls, pdl)
+    _check_numbers(eps, out_eps, polls, all_but_delta_complete)
     tensors = {"prefix": prefix, "delta": delta, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {} if out is None else {"out": out}
     tensors |= {f"aux{i}": x for i, x in enumerate(aux)}
@@ -81,7 +86,7 @@ def attn_res(
     if prefix.shape[0] == 0:
         return output
     runtime.require_hopper(prefix.device)
-    parameters = (nb, has_delta, write, final, float(eps), float(out_eps), schedule, pdl)
+    parameters = (nb, has_delta, write, final, float(eps), float(out_eps), schedule, all_but_delta_complete)
     rest = (prefix, blocks, norm, query, gamma, output, list(aux))
     if slots:
         torch.ops.goldens.attn_res_mailbox(delta, *rest, status, polls, *parameters)
@@ -133,9 +138,9 @@ def _config(nb: int, slots: int, has_delta: bool, write: int, final: bool, aux: 
     return Config(nb, slots, has_delta, write, final, aux, schedule)
 
 
-def _check_numbers(eps: float, out_eps: float, polls: int, pdl: bool) -> None:
-    if not isinstance(pdl, bool):
-        raise ValueError(f"pdl: got {pdl!r}, allowed are True and False")
+def _check_numbers(eps: float, out_eps: float, polls: int, promise: bool) -> None:
+    if not isinstance(promise, bool):
+        raise ValueError(f"all_but_delta_complete: got {promise!r}, allowed are True and False")
     fp32 = torch.finfo(torch.float32)
     for name, value in (("eps", eps), ("out_eps", out_eps)):
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not fp32.tiny <= value <= fp32.max:
@@ -288,12 +293,12 @@ def _attn_res(
     eps: float,
     out_eps: float,
     schedule: str,
-    pdl: bool,
+    all_but_delta_complete: bool,
 ) -> None:
     tensors = {"delta": delta, "prefix": prefix, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {"output": output} | {f"aux{i}": x for i, x in enumerate(aux)}
     config = _config(nb, 0, has_delta, write, final, len(aux), schedule)
-    _launch(config, tensors, eps, out_eps, 0, pdl)
+    _launch(config, tensors, eps, out_eps, 0, all_but_delta_complete)
 
 
 @torch.library.custom_op(
@@ -317,13 +322,13 @@ def _attn_res_mailbox(
     eps: float,
     out_eps: float,
     schedule: str,
-    pdl: bool,
+    all_but_delta_complete: bool,
 ) -> None:
     tensors = {"delta": mailbox, "prefix": prefix, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {"output": output} | {f"aux{i}": x for i, x in enumerate(aux)}
     tensors |= {} if status is None else {"status": status}
     config = _config(nb, mailbox.shape[0], has_delta, write, final, len(aux), schedule)
-    _launch(config, tensors, eps, out_eps, polls, pdl)
+    _launch(config, tensors, eps, out_eps, polls, all_but_delta_complete)
 
 
 @_attn_res.register_fake
