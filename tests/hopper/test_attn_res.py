@@ -199,6 +199,14 @@ def test_direct_is_finite_where_the_quad_form_cancels(schedule, gpu):
     assert finite == (schedule == "cluster7_direct")
 
 
+@pytest.mark.parametrize("nb", [0, 1])
+def test_epsilons_are_rounded_to_fp32(nb, gpu):
+    x, params = normal(gpu, nb=nb)
+    x |= {name: x[name] * 2.0**-12 for name in ("delta", "prefix", "blocks")}
+    held = params | {"eps": torch.tensor(1e-6).item(), "out_eps": torch.tensor(1e-5).item()}
+    assert_same(run_clone(x, params | {"eps": 1e-6, "out_eps": 1e-5}), reference.exact(x, held, "cluster7"))
+
+
 # Launching.
 
 
