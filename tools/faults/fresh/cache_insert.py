@@ -338,7 +338,8 @@ FAULTS = (
         "an infinite value is written as NaN, not as ±448",
         (
             'mul_rn(torch.cat([latent, k_pe], dim=1), inputs["k_scale_inv"])',
-            '(lambda x: torch.where(x.isinf(), torch.nan, x))(mul_rn(torch.cat([latent, k_pe], dim=1), inputs["k_scale_inv"]))',
+            "(lambda x: torch.where(x.isinf(), torch.nan, x))(mul_rn(torch.cat([latent, k_pe], dim=1), "
+            'inputs["k_scale_inv"]))',
         ),
     ),
     _fault(
