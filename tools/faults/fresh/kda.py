@@ -222,24 +222,6 @@ FAULTS = (
         ("index_select(0, torch.tensor(order, device=q.device))", "clone()"),
     ),
     _fault(
-        "state-of-sequence-0",
-        "model",
-        "all sequences start from the first one's state",
-        (
-            "index_select(0, torch.tensor(order, device=q.device))",
-            "index_select(0, 0 * torch.tensor(order, device=q.device))",
-        ),
-    ),
-    _fault(
-        "state-head-0",
-        "chunk16",
-        "all heads start from head 0's state",
-        (
-            "torch.tensor(order, device=q.device)).to(dtype)",
-            "torch.tensor(order, device=q.device)).to(dtype)[:, :1].repeat(1, q.shape[2], 1, 1)",
-        ),
-    ),
-    _fault(
         "back-inverse",
         "chunk16",
         "last states are put back by the inverse order; the same for two sequences, not for three in turn",
@@ -259,19 +241,6 @@ FAULTS = (
         "model",
         "1e-12 under the root of q and k instead of 1e-6; seen where they are tiny",
         ("\nEPS = 1e-6", "\nEPS = 1e-12"),
-    ),
-    _fault("eps-large", "chunk16", "1e-5 under the root of q and k instead of 1e-6", ("\nEPS = 1e-6", "\nEPS = 1e-5")),
-    _fault("log2e-short", "chunk16", "log2 e with six digits", ("LOG2_E = 1.4426950408889634", "LOG2_E = 1.44269")),
-    # chunk16: chunks, tails, states.
-    _fault(
-        "round-state-each-chunk", "chunk16", "the state is bf16 between chunks", _keep("to_bf16(s).to(torch.float32)")
-    ),
-    _fault(
-        "round-state-each-8th-chunk",
-        "chunk16",
-        "the state is rounded to bf16 after each eighth chunk",
-        _STEP,
-        _keep("to_bf16(s).to(torch.float32) if step % 8 == 7 else s"),
     ),
     _fault(
         "round-state-after-256",
@@ -326,17 +295,6 @@ FAULTS = (
         ),
     ),
     _fault(
-        "ring-p-stale",
-        "chunk16",
-        "the second chunk uses P of the first",
-        _STEP,
-        (
-            _X,
-            '{name: x[first - living : first] if name == "p" and step == 1 else x[part] for name, x in '
-            "prepared.items()}",
-        ),
-    ),
-    _fault(
         "v-of-chunk-before",
         "chunk16",
         "each fifth chunk reads v of the one before",
@@ -348,16 +306,6 @@ FAULTS = (
         "chunk16",
         "token 0 of out stays as it was",
         ("inside = (used >= 0)", "inside = (used > 0)"),
-        _OUT,
-    ),
-    _fault(
-        "token-15-not-written",
-        "chunk16",
-        "in partial chunks the last token is not written",
-        (
-            "inside = (used >= 0)",
-            "inside = ((used >= 0) & ((used.roll(-1) >= 0) | (torch.arange(len(used)) % CHUNK == 15)))",
-        ),
         _OUT,
     ),
     _fault(
@@ -380,28 +328,6 @@ FAULTS = (
         ),
     ),
     _fault(
-        "final-transposed",
-        "chunk16",
-        "the last state is written as [K, V]",
-        ("        state = _back(state, order)\n", "        state = _back(state, order).mT.contiguous()\n"),
-    ),
-    _fault(
-        "final-in-order",
-        "chunk16",
-        "last states stay in the order of falling lengths",
-        ("        state = _back(state, order)\n", "        pass\n"),
-    ),
-    _fault(
-        "final-empty-zero",
-        "chunk16",
-        "the last state of a sequence without tokens is 0",
-        (
-            "        state = _back(state, order)\n",
-            "        state = _back(state * torch.tensor([starts[n + 1] > starts[n] for n in order])[:, None, None, "
-            "None], order)\n",
-        ),
-    ),
-    _fault(
         "empty-sequence-has-a-chunk",
         "chunk16",
         "a sequence without tokens runs one masked chunk: a −0 of its state becomes +0",
@@ -409,16 +335,6 @@ FAULTS = (
             "for start, end in sequences if start + step < end]",
             "for start, end in sequences if start + step < max(end, start + 1)]",
         ),
-    ),
-    _fault(
-        "chunk-of-last-sequence",
-        "chunk16",
-        "the shortest sequence's tail reads and writes its first 15 tokens only",
-        (
-            "torch.where(token < end, token, -1), counts",
-            "torch.where((token < end) & ((token - first < 15) | (first != first[-1])), token, -1), counts",
-        ),
-        _OUT,
     ),
     _fault(
         "padding-reads-token-0",
@@ -451,12 +367,6 @@ FAULTS = (
         "chunk16",
         "exp(A_log) is correctly rounded, not ex2.approx",
         ('ex2_approx_ftz(mul_rn(inputs["A_log"], log2e))', 'portable.exp(inputs["A_log"])'),
-    ),
-    _fault(
-        "rate-of-head-0",
-        "chunk16",
-        "all heads take A_log of head 0",
-        ("-log2e)[:, None]\n    bound", "-log2e)[:1, None]\n    bound"),
     ),
     _fault(
         "rate-of-two-heads",
@@ -505,18 +415,6 @@ FAULTS = (
         ('inputs["dt_bias"]))))  # 3', 'inputs["dt_bias"])))))  # 3'),
     ),
     _fault(
-        "bound-fixed",
-        "chunk16",
-        "lower_bound is −5 whatever the caller says",
-        ("bound = mul_rn(lower_bound, log2e)", "bound = mul_rn(torch.full_like(lower_bound, -MAX_LOWER_BOUND), log2e)"),
-    ),
-    _fault(
-        "growth-clipped",
-        "chunk16",
-        "gates above 0 become 0; seen only with lower_bound > 0",
-        ("bound = mul_rn(lower_bound, log2e)", "bound = mul_rn(lower_bound.clamp(max=0.0), log2e)"),
-    ),
-    _fault(
         "gate-nearly-zero-flushed",
         "chunk16",
         "decays of less than 2^-10 of an octave a token are taken for none",
@@ -541,12 +439,6 @@ FAULTS = (
         ),
     ),
     _fault(
-        "sigmoid-by-tanh",
-        "chunk16",
-        "beta's sigmoid is ½ + ½ tanh",
-        ("b = _sigmoid(mul_rn(beta, -log2e))", "b = 0.5 + 0.5 * torch.tanh(0.5 * beta)"),
-    ),
-    _fault(
         "beta-bf16",
         "chunk16",
         "sigmoid(beta) is rounded to bf16",
@@ -569,16 +461,6 @@ FAULTS = (
             "total = torch.stack(list(_running_sums(gate)), 2)",
             "total = gate\n    for n in (1, 2, 4, 8):\n"
             "        total = torch.cat([total[:, :, :n], add_rn(total[:, :, n:], total[:, :, :-n])], 2)",
-        ),
-    ),
-    _fault(
-        "gates-exclusive",
-        "chunk16",
-        "a token's own gate is not in its sum",
-        (
-            "total = torch.stack(list(_running_sums(gate)), 2)",
-            "total = torch.stack(list(_running_sums(gate)), 2)\n"
-            "    total = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2)",
         ),
     ),
     _fault(
@@ -628,13 +510,6 @@ FAULTS = (
         "scale is rounded to bf16",
         ("mul_rn(r_q, scale)", "mul_rn(r_q, to_bf16(scale).to(torch.float32))"),
     ),
-    _fault("norm-of-k-for-q", "chunk16", "q is normalised by k's norm", ("mul_rn(r_q, scale)", "mul_rn(r_k, scale)")),
-    _fault(
-        "squares-butterfly-up",
-        "chunk16",
-        "the butterfly of the squares starts with the neighbours",
-        ("(16, 8, 4, 2, 1)", "(1, 2, 4, 8, 16)"),
-    ),
     _fault(
         "squares-of-halves",
         "chunk16",
@@ -642,28 +517,10 @@ FAULTS = (
         ("pairs = x.unflatten(-1, (2, LANES, 2))", "pairs = x.unflatten(-1, (2, 2, LANES)).mT"),
     ),
     _fault(
-        "squares-odd-lost",
-        "chunk16",
-        "a thread's second channel is not in the sum",
-        ("fma_rn(odd, odd, mul_rn(even, even))", "mul_rn(even, even)"),
-    ),
-    _fault(
-        "squares-warp-twice",
-        "chunk16",
-        "warp 0's sum counts for warp 1 as well",
-        ("add_rn(warps[..., 0], warps[..., 1])", "add_rn(warps[..., 0], warps[..., 0])"),
-    ),
-    _fault(
         "k-rounded-before-decay",
         "chunk16",
         "k̂ is rounded to bf16 before it meets E⁺",
         ("to_bf16(mul_rn(k, up)), to_bf16", "to_bf16(mul_rn(to_bf16(k).to(torch.float32), up)), to_bf16"),
-    ),
-    _fault(
-        "q-rounded-before-decay",
-        "chunk16",
-        "q̂ is rounded to bf16 before it meets E⁺",
-        ("to_bf16(mul_rn(q, up))", "to_bf16(mul_rn(to_bf16(q).to(torch.float32), up))"),
     ),
     _fault(
         "k-end-by-difference",
@@ -720,29 +577,10 @@ FAULTS = (
         ("mul_rn(b[..., None], mma(", "mul_rn(b[..., None, :], mma("),
     ),
     _fault(
-        "b-before-product",
-        "chunk16",
-        "b multiplies K⁺ before κ, in bf16",
-        (
-            "mul_rn(b[..., None], mma(_by_block(k_up, k_up), scored))",
-            "mma(*[_by_block(*2 * (to_bf16(mul_rn(k_up.to(torch.float32), b[..., None])),)), scored])",
-        ),
-    ),
-    _fault(
         "p-without-diagonal",
         "chunk16",
         "a token does not see itself",
         ("torch.where(before | (position[:, None] == position), to_bf16", "torch.where(before, to_bf16"),
-    ),
-    _fault(
-        "p-only-half",
-        "chunk16",
-        "P is empty for tokens 8 … 15 against 0 … 7",
-        (
-            "torch.where(before | (position[:, None] == position), to_bf16",
-            "torch.where((before | (position[:, None] == position)) & ~((position[:, None] > 7) & (position < 8)), "
-            "to_bf16",
-        ),
     ),
     # chunk16: inverse, step and update.
     _fault(
@@ -770,37 +608,12 @@ FAULTS = (
         ("for l in range(CHUNK - 1):", "for l in range(CHUNK - 2):"),
     ),
     _fault(
-        "inverse-first-order",
-        "chunk16",
-        "T = I − L: the substitution takes rows of I",
-        ("t[..., l, None, :], t[..., l + 1 :, :])", "_identity(CHUNK, lower.device)[l], t[..., l + 1 :, :])"),
-    ),
-    _fault(
-        "inverse-sum-first",
-        "chunk16",
-        "a row of T sums its terms from 0 and is subtracted at the end",
-        (
-            "    for l in range(CHUNK - 1):\n"
-            "        t[..., l + 1 :, :] = fma_rn(-lower[..., l + 1 :, l, None], t[..., l, None, :], t[..., l + 1 :, "
-            ":])\n",
-            "    for i in range(1, CHUNK):\n        taken = torch.zeros_like(t[..., 0, :])\n"
-            "        for l in range(i):\n            taken = fma_rn(lower[..., i, l, None], t[..., l, :], taken)\n"
-            "        t[..., i, :] = sub_rn(t[..., i, :], taken)\n",
-        ),
-    ),
-    _fault(
         "state-operand-cut",
         "chunk16",
         "the state is cut to bf16 as an operand",
         ("s = to_bf16(state)\n", "s = (state.view(torch.int32) & -65536).view(torch.float32).bfloat16()\n"),
     ),
     _fault("w-one-chain", "chunk16", "W is one chain of 8 MMAs", ("add_rn(low, high)", 'mma(s, x["k_up"])')),
-    _fault(
-        "w-even-odd-blocks",
-        "chunk16",
-        "the two chains of W take the even and the odd blocks of 16 channels",
-        ("(y.unflatten(-1, (2, -1)).movedim(-2, 0)", "(y.unflatten(-1, (-1, 2, CHUNK)).movedim(-2, 0).flatten(-2)"),
-    ),
     _fault(
         "w-subtracted-apart",
         "chunk16",
@@ -850,12 +663,6 @@ FAULTS = (
     ),
     _fault("o-of-r", "chunk16", "the output takes R for U", ('mma(u, x["p"], mma(', 'mma(r, x["p"], mma(')),
     _fault(
-        "o-high-channels-first",
-        "chunk16",
-        "the output's chain over channels starts in the upper half",
-        ('mma(s, x["q_up"])', 'mma(s.roll(64, -1), x["q_up"].roll(64, -1))'),
-    ),
-    _fault(
         "update-high-first",
         "chunk16",
         "Kᵉ_high is added before Kᵉ_low",
@@ -877,12 +684,6 @@ FAULTS = (
         "chunk16",
         "the state of every head decays as head 0's",
         ('mul_rn(state, x["decay"][:, :, None])', 'mul_rn(state, x["decay"][:, :1, None])'),
-    ),
-    _fault(
-        "update-rows-decay",
-        "chunk16",
-        "the decay multiplies rows of V, not channels of K",
-        ('mul_rn(state, x["decay"][:, :, None])', 'mul_rn(state, x["decay"][..., None])'),
     ),
     # The scans.
     _fault(
@@ -910,12 +711,6 @@ FAULTS = (
         ("partial(_scan, segment=segment)", "partial(_scan, segment=segment & -64)"),
     ),
     _fault(
-        "scan512-is-496",
-        "chunk16_scan512",
-        "segments are 496 tokens long",
-        ("partial(_scan, segment=segment)", "partial(_scan, segment=min(segment, 496))"),
-    ),
-    _fault(
         "scan-operators-bf16",
         "chunk16_scan64",
         "C and M are stored in bf16",
@@ -935,12 +730,6 @@ FAULTS = (
         "chunk16_scan64",
         "M is found without clearing v",
         ('part | {"v": torch.zeros_like(part["v"]), "initial_state": unit}', 'part | {"initial_state": unit}'),
-    ),
-    _fault(
-        "scan-m-of-head-0",
-        "chunk16_scan64",
-        "all heads use M of head 0",
-        ("    return c, m\n", "    return c, m[:, :1].expand_as(m)\n"),
     ),
     _fault("scan-m-transposed", "chunk16_scan64", "M is read by columns", ("m[..., k, None, :]", "m[..., None, :, k]")),
     _fault(
@@ -994,21 +783,6 @@ FAULTS = (
         ),
     ),
     _fault(
-        "scan-tensor-cores",
-        "chunk16_scan512",
-        "S · M runs on the tensor cores, in bf16",
-        (
-            "        for k in range(D):\n            c = fma_rn(before[..., k, None], m[..., k, None, :], c)\n",
-            "        c = mma(to_bf16(before), to_bf16(m).mT, c)\n",
-        ),
-    ),
-    _fault(
-        "scan-channel-0-lost",
-        "chunk16_scan416",
-        "the chain of S · M starts at channel 1",
-        ("for k in range(D):", "for k in range(1, D):"),
-    ),
-    _fault(
         "scan-operators-ring",
         "chunk16_scan64",
         "operators are kept in a ring of 8: wrong from the tenth segment on",
@@ -1045,15 +819,6 @@ FAULTS = (
         ),
     ),
     _fault(
-        "scan-final-of-first-segment",
-        "chunk16_scan416",
-        "the last state is that of a sequence's first segment",
-        (
-            "device=ends.device).cumsum(0) - 1",
-            "device=ends.device).cumsum(0) - torch.tensor([len(own) for own in edges])",
-        ),
-    ),
-    _fault(
         "scan-final-from-operators",
         "chunk16_scan64",
         "the last state is the last segment's first one",
@@ -1066,16 +831,6 @@ FAULTS = (
         (
             'outputs["final_state"] = to_bf16(state) if',
             'outputs["final_state"] = (state.view(torch.int32) & -65536).view(torch.float32).bfloat16() if',
-        ),
-    ),
-    _fault(
-        "scan-final-fp32-by-way-of-bf16",
-        "chunk16_scan416",
-        "an FP32 last state is rounded to bf16",
-        (
-            'outputs["final_state"] = to_bf16(state) if params["final_state"] == "bf16" else state',
-            'outputs["final_state"] = to_bf16(state) if params["final_state"] == "bf16" else to_bf16(state).to('
-            "torch.float32)",
         ),
     ),
     _fault(
