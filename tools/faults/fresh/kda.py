@@ -484,6 +484,16 @@ FAULTS = (
         "the state decays up to the chunk's last token but one",
         ("decay = up[:, :, -1]", "decay = up[:, :, -2]"),
     ),
+    _fault(
+        "gates-exclusive",
+        "chunk16",
+        "a token's own gate is not in its sum",
+        (
+            "total = torch.stack(list(_running_sums(gate)), 2)",
+            "total = torch.stack(list(_running_sums(gate)), 2)\n"
+            "    total = torch.cat([torch.zeros_like(total[:, :, :1]), total[:, :, :-1]], 2)",
+        ),
+    ),
     # chunk16: norms and operands.
     _fault("no-eps", "chunk16", "no 1e-6: a zero key is 0 · inf", ("add_rn(_squares(x), eps)", "_squares(x)")),
     _fault(
@@ -581,6 +591,16 @@ FAULTS = (
         "chunk16",
         "a token does not see itself",
         ("torch.where(before | (position[:, None] == position), to_bf16", "torch.where(before, to_bf16"),
+    ),
+    _fault(
+        "p-only-half",
+        "chunk16",
+        "P is empty for tokens 8 … 15 against 0 … 7",
+        (
+            "torch.where(before | (position[:, None] == position), to_bf16",
+            "torch.where((before | (position[:, None] == position)) & ~((position[:, None] > 7) & (position < 8)), "
+            "to_bf16",
+        ),
     ),
     # chunk16: inverse, step and update.
     _fault(
@@ -684,6 +704,12 @@ FAULTS = (
         "chunk16",
         "the state of every head decays as head 0's",
         ('mul_rn(state, x["decay"][:, :, None])', 'mul_rn(state, x["decay"][:, :1, None])'),
+    ),
+    _fault(
+        "update-rows-decay",
+        "chunk16",
+        "the decay multiplies rows of V, not channels of K",
+        ('mul_rn(state, x["decay"][:, :, None])', 'mul_rn(state, x["decay"][..., None])'),
     ),
     # The scans.
     _fault(
