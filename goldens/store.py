@@ -103,12 +103,12 @@ def _without_repetition(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     """The tensors to keep of a golden, and by name of an output what its rows are put into."""
     kept: Tensors = {}
     changes: dict[str, str] = {}
-    for name, x in tensors.items():
-        if not name.startswith("exact/"):
-            continue
-        bases = [other for other in tensors if other.startswith("in/") or (other in kept and other not in changes)]
-        found = [(base, _rows_apart(x, tensors[base])) for base in bases if _same_form(x, tensors.get(base))]
+    bases = [name for name in tensors if name.startswith("in/")]
+    for name in sorted(name for name in tensors if name.startswith("exact/")):  # a base comes before what it is for
+        x = tensors[name]
+        found = [(base, _rows_apart(x, tensors[base])) for base in bases if _same_form(x, tensors[base])]
         base, rows = min(found, key=lambda entry: len(entry[1]), default=("", None))
+        bases.append(name)
         if rows is None or 2 * len(rows) > x.numel() // x.shape[-1]:
             kept[name] = x
             continue
@@ -118,8 +118,8 @@ def _without_repetition(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     return kept, changes
 
 
-def _same_form(x: Tensor, base: Tensor | None) -> bool:
-    return base is not None and base.dtype == x.dtype and base.shape == x.shape and x.numel() > 0 and x.dim() > 0
+def _same_form(x: Tensor, base: Tensor) -> bool:
+    return base.dtype == x.dtype and base.shape == x.shape and x.numel() > 0 and x.dim() > 0
 
 
 def _rows_apart(x: Tensor, base: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _rows_apart(x: Tensor, base: Tensor) -> Tensor:
 def _with_repetition(tensors: Tensors, changes: dict[str, str]) -> Tensors:
     """The golden of what its file holds and of its inputs. KeyError or RuntimeError where they do not fit."""
     whole = {name: x for name, x in tensors.items() if not name.startswith(ROWS)}
-    for name, base in changes.items():
+    for name, base in sorted(changes.items()):
         x = whole[base].clone(memory_format=torch.contiguous_format)
         if name in tensors:
             rows = x.view(-1, x.shape[-1]).view(torch.uint8)
@@ -171,6 +171,8 @@ def write_manifest(entries: dict[str, Any], root: Path = DATA) -> None:
 
 def read(path: Path) -> tuple[dict[str, Any], Tensors]:
     """Metadata and tensors of a golden file. GoldenError if it is missing, damaged or not a golden."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise GoldenError(f"{path}: is there and is no regular file; name another file")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(json.loads((file.metadata() or {})[cache.METADATA]))
