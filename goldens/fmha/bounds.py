@@ -113,6 +113,7 @@ def _bound(tensors: Tensors, params: Mapping[str, Any], schedule: str) -> Tensor
         score = (c["score"] * w * a).sum(-1, keepdim=True) + c["score"] * largest_a
         logarithm = c["log"] * (1 + lse.abs() + largest.abs())
         parts = sums + score + logarithm + 3 * lse.abs() + 2 * largest.abs()
-        limit = torch.where(left_out.rows, torch.inf, 1.01 * _UNIT * parts.nan_to_num(0.0))
+        parts = torch.where(empty, 1.0, parts)  # −inf, whose class is all that counts
+        limit = torch.where(left_out.rows, torch.inf, 1.01 * _UNIT * parts)
         result["lse"] = limit[..., 0]
     return result

@@ -20,8 +20,9 @@ class Undecided(NamedTuple):
 
 # Whether a score overflows depends on the order of its sum, unless the sum of its terms' magnitudes stays below 2^127:
 # the products, also times scale and log2 e, which may come before the maximum is subtracted. A row that sees such a
-# score is undecided. One that sees NaN or +inf is NaN in every schedule (inf − inf); one whose first tile has no score
-# but −inf is NaN where −inf − −inf is not guarded against (k2), else as if those keys were not there.
+# score is undecided. One that sees NaN is NaN in any order. One that sees +inf is NaN in our schedules (inf − inf) and
+# a limit elsewhere (torch's log-sum-exp is +inf): undecided. So is one whose first tile has no score but −inf: NaN
+# where −inf − −inf is not guarded against (k2), else as if those keys were not there.
 #
 # A tile's masked keys have weight 0, and 0 · NaN and 0 · inf are NaN: who visits the key gives NaN, who does not gives
 # what the oracle gives. So a row's channel is undecided where a masked value is no number. A visible NaN makes NaN
@@ -41,7 +42,7 @@ def undecided(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Un
     overflows = sums * max(1.0, scale * _LOG2_E) >= _LARGE
     s = torch.where(keep, q @ k.transpose(1, 2) * scale, -torch.inf)
     nothing = keep.any(-1)[:, None] & (s[..., :_FIRST_TILE] == -torch.inf).all(-1, keepdim=True)
-    of_rows = overflows.any(-1, keepdim=True) | nothing
+    of_rows = (overflows | (s == torch.inf)).any(-1, keepdim=True) & ~s.isnan().any(-1, keepdim=True) | nothing
 
     distance = torch.where(keep, s.amax(-1, keepdim=True) - s, 0.0)
     faint = keep & (distance + 2.0**-15 * scale * sums.amax(-1, keepdim=True) >= _CERTAIN)
