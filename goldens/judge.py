@@ -114,13 +114,14 @@ class Judge:
     def bound(self, schedule: str | None) -> Tensors:
         """What a candidate and the model may be apart: the schedule's bound and the model's.
 
-        None: elementwise the widest of all that the kernel's schedules and the model have; infinite where any is.
+        None: elementwise the widest of all that is legal, the kernel's schedules and the model among it; infinite where
+        any is.
         """
         if schedule is not None:
             own = self._bound("model")
             return {name: x + own[name] for name, x in self._bound(schedule).items()}
         widest: Tensors = {}
-        for who in ("model", *self.kernel.reference.SCHEDULES):
+        for who in ("model", *self.kernel.reference.SCHEDULES, *self.kernel.legal):
             for name, x in self.bound(who).items():
                 known = widest.get(name, x)
                 infinite = (known == torch.inf) | (x == torch.inf)
