@@ -85,16 +85,17 @@ def cache_insert(
     """Write rows into the cache on an sm_90 GPU, in place.
 
     kv [B, 512] and k_pe [B, 64] bf16, rows at any multiple of 8 elements; w_kva [512] bf16; cache [pages, page_size,
-    576], uint8 or float8_e4m3fn, contiguous; slots [B] int64, page · page_size + offset; k_scale_inv [1] fp32. All at
-    multiples of 16 bytes, slots and k_scale_inv of 8 and 4. A row whose slot is outside the cache (−1) is skipped.
-    Two rows of the same slot race: which bytes remain is not defined. pdl: launched with programmatic dependent launch;
-    w_kva is then read before the wait for the predecessor, everything else after it. debug: read the slots back first;
-    ValueError if two rows have the same non-negative one, a RuntimeWarning lists those outside the cache but −1.
+    576], uint8 or float8_e4m3fn, contiguous; slots [B] int64, page · page_size + offset; k_scale_inv [1] fp32; eps from
+    0 on, rounded to fp32. All at multiples of 16 bytes, slots and k_scale_inv of 8 and 4. A row whose slot is outside
+    the cache (−1) is skipped. Two rows of the same slot race: which bytes remain is not defined. pdl: launched with
+    programmatic dependent launch; w_kva is then read before the wait for the predecessor, everything else after it.
+    debug: read the slots back first; ValueError if two rows have the same non-negative one, a RuntimeWarning lists
+    those outside the cache but −1.
 
     ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
     tensors = dict(zip(NAMES, (kv, k_pe, w_kva, cache, slots, k_scale_inv), strict=True))
-    checks.check_eps(eps)
+    eps = checks.eps_number(eps)
     checks.check_flags(pdl=pdl, debug=debug)
     checks.check_forms(
         tensors,
@@ -110,7 +111,7 @@ def cache_insert(
     if debug:
         checks.check_slots(slots, cache)
     runtime.require_hopper(kv.device)
-    torch.ops.goldens.cache_insert(*tensors.values(), float(eps), pdl)
+    torch.ops.goldens.cache_insert(*tensors.values(), eps, pdl)
 
 
 def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str = "insert") -> dict[str, Tensor]:

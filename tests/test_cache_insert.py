@@ -306,8 +306,7 @@ GOOD = call()
 REFUSED = {
     "missing": (GOOD | {}, {}, r"params: eps missing; cache_insert takes eps"),
     "unknown": (GOOD | {"w": GOOD["w_kva"]}, {"eps": EPS}, r"inputs: w unknown; cache_insert takes kv, k_pe, w_kva, c"),
-    "eps-negative": (GOOD, {"eps": -1e-6}, r"eps: got -1e-06, allowed is a finite number from 0 on that fp32 holds"),
-    "eps-inexact": (GOOD, {"eps": 1e-6}, r"eps: got 1e-06, allowed is a finite number"),
+    "eps-negative": (GOOD, {"eps": -1e-6}, r"eps: got -1e-06, allowed is a finite number from 0 on"),
     "eps-inf": (GOOD, {"eps": math.inf}, r"eps: got inf, allowed is a finite number"),
     "eps-nan": (GOOD, {"eps": math.nan}, r"eps: got nan, allowed is a finite number"),
     "eps-bool": (GOOD, {"eps": True}, r"eps: got True, allowed is a finite number"),
@@ -365,6 +364,20 @@ REFUSED = {
 def test_what_is_outside_the_interface_is_refused(function: Callable, x: dict, params: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(x, params)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3])
+def test_eps_is_rounded_to_fp32(eps: float) -> None:
+    """Model, oracle, exact and bound take the nearest fp32 number, whichever of the two is given."""
+    x, given, rounded = call("faint-halfway"), {"eps": eps}, {"eps": float(np.float32(eps))}
+    assert given != rounded
+    for made in (
+        lambda p: exact(x, p, "insert")["cache"],
+        lambda p: model(x, p)["cache"],
+        lambda p: model(x, p, torch.float64)["cache"],
+        lambda p: KERNEL.bound(x, p, "insert")["cache"],
+    ):
+        assert torch.equal(made(given).view(torch.uint8), made(rounded).view(torch.uint8))
 
 
 def test_many_rows_may_have_no_slot() -> None:

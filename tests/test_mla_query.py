@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import goldens
+from goldens import cache_insert as insert_room
 from goldens import mla_query as room
 from goldens import store
 from goldens.judge import judge, select
@@ -26,7 +27,7 @@ from reference.numerics.ulp import key
 
 KERNEL = goldens.KERNELS["mla_query"]
 COMMITTED = [case for case in KERNEL.cases if case.committed]
-EPS = room.EPS
+EPS = insert_room.EPS
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SMALL_AND_TILED = pytest.mark.parametrize("schedule", ["small", "tiled"])
 
@@ -496,7 +497,7 @@ REFUSED = {
     "heads-8": (GOOD, PARAMS | {"heads": 8}, r"heads: got 8, allowed are 12, 6, 1"),
     "heads-true": (GOOD, PARAMS | {"heads": True}, r"heads: got True, allowed are 12, 6, 1"),
     "heads-differ": (GOOD, PARAMS | {"heads": 6}, r"w_qb: got shape \(192, 1536\), allowed is \[1152, 1536\]"),
-    "eps": (GOOD, PARAMS | {"eps": 1e-6}, r"eps: got 1e-06, allowed is a finite number from 0 on that fp32 holds"),
+    "eps": (GOOD, PARAMS | {"eps": -1e-6}, r"eps: got -1e-06, allowed is a finite number from 0 on"),
     "width": (GOOD | {"qkv": GOOD["qkv"][:, :2111]}, PARAMS, r"qkv: got W = 2111, allowed is from 2112 on"),
     "rank": (GOOD | {"qkv": GOOD["qkv"][0]}, PARAMS, r"qkv: got shape \(2112,\), allowed is \[B, W\]"),
     "no-rows": (GOOD | {"qkv": GOOD["qkv"][:0]}, PARAMS, r"qkv: got shape \(0, 2112\), allowed are extents from 1 on"),
@@ -529,6 +530,22 @@ REFUSED = {
 def test_what_is_outside_the_interface_is_refused(function: Callable, x: dict, params: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(x, params)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3])
+def test_eps_is_rounded_to_fp32(eps: float) -> None:
+    """Model, oracle, exact and bound take the nearest fp32 number, whichever of the two is given."""
+    given, rounded = PARAMS | {"eps": eps}, PARAMS | {"eps": float(np.float32(eps))}
+    assert given != rounded
+    for made in (
+        lambda p: exact(GOOD, p, "small"),
+        lambda p: exact(GOOD, p, "tiled"),
+        lambda p: model(GOOD, p),
+        lambda p: model(GOOD, p, torch.float64),
+        lambda p: KERNEL.bound(GOOD, p, "tiled"),
+    ):
+        want = made(rounded)
+        assert all(torch.equal(x.view(torch.uint8), want[name].view(torch.uint8)) for name, x in made(given).items())
 
 
 @pytest.mark.parametrize(("heads", "rows", "most"), [(12, 4, 3), (6, 6, 5), (1, 6, 5)])
