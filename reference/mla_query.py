@@ -121,7 +121,7 @@ def exact(inputs: Mapping[str, Tensor], params: Params, schedule: str) -> Tensor
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
     check(inputs, params)
     require_subnormals()
-    query = SCHEDULES[schedule](inputs, params)
+    query = SCHEDULES[schedule](inputs, {**params, "eps": eps_of(params)})
     return {
         "output": query,
         "cache": cache_insert.exact(insert_inputs(inputs), {"eps": params["eps"]}, "insert")["cache"],
@@ -153,7 +153,7 @@ def _small(inputs: Mapping[str, Tensor], params: Params) -> Tensor:
     # Thread t < 192 owns values 8 t … 8 t + 7; the two other warps' sums are 0 and change nothing.
     threads = x.unflatten(1, (-1, LANES, COLUMNS)).movedim(3, 0)
     warps = butterfly(chain_fma(threads, threads), (16, 8, 4, 2, 1))[..., 0]  # [B, 6]
-    x_hat = _normed(x, w_qa, chain_add(warps), eps_of(params)).to(torch.float32)
+    x_hat = _normed(x, w_qa, chain_add(warps), params["eps"]).to(torch.float32)
 
     # Lane j owns k = (32 c + j) · 8 + i, at position 8 c + i of its chains.
     w_lanes, x_lanes = (_by_lane(t) for t in (w_qb, x_hat))  # [48, rows, 32], [48, B, 32]
@@ -191,7 +191,7 @@ def _tiled(inputs: Mapping[str, Tensor], params: Params) -> Tensor:
 
     lanes = _by_lane(x)
     total = butterfly(strided_fma(lanes, lanes, 4), (16, 8, 4, 2, 1))[..., 0]
-    x_hat = _normed(x, w_qa, total, eps_of(params))
+    x_hat = _normed(x, w_qa, total, params["eps"])
 
     x_warps, w_warps = (t.unflatten(1, (MMA_WARPS, -1)).transpose(0, 1) for t in (x_hat, w_qb))
     partial = mma(x_warps, w_warps, k_order=q_b_order(x.device))  # [8, B, heads · 192]
