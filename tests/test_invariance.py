@@ -12,7 +12,7 @@ import goldens
 from goldens import invariance
 from goldens.case import Case, Tensors
 from goldens.compare import Verdict
-from goldens.judge import CallFailed, Unsupported, call
+from goldens.call import CallFailed, Unsupported, call
 from goldens.kda.properties import split
 from goldens.store import read_manifest
 from reference.numerics.order import chain_add
