@@ -18,7 +18,7 @@ class InProcess:
     def __init__(self, candidate: str, device: torch.device, seconds: float):
         self._held = Held(candidate, device)
         self.claims, self.outputs = self._held.claims, self._held.outputs
-        candidates.check_claims(self.claims or ())
+        candidates.check_claims(candidate, self.claims or ())
 
     def call(
         self, kernel: str, schedule: str | None, inputs: Tensors, params: Mapping[str, Any], graph: bool = False

@@ -5,7 +5,7 @@ import re
 import torch
 
 import goldens
-from goldens.judge import Candidate
+from goldens.judge import Candidate, clean
 from tools.adapters import ADAPTERS, Missing, need
 from tools.sandbox.load import BY_SCHEDULE, OURS, CandidateError, load
 
@@ -55,12 +55,13 @@ def check(candidate: str, kernels: set[str]) -> None:
         )
 
 
-def check_claims(claims: tuple[str, ...]) -> None:
+def check_claims(candidate: str, claims: tuple[str, ...]) -> None:
     """CandidateError if a schedule that a candidate claims is none of any kernel."""
     known = list(dict.fromkeys(s for kernel in goldens.KERNELS.values() for s in kernel.reference.SCHEDULES))
     for schedule in claims:
         if schedule not in known:
-            raise CandidateError(f"schedules: got {schedule!r}, allowed are {', '.join(known)}")
+            name = candidate.rpartition(":")[2]
+            raise CandidateError(f"{name}.schedules: got {clean(schedule)!r}, allowed are {', '.join(known)}")
 
 
 def ours(kernel: str, schedule: str) -> Candidate:

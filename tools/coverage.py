@@ -30,7 +30,7 @@ class Seen:
     unjudgeable: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it: ``Seen(**x.plain())`` is ``x`` again."""
+        """As JSON can hold it; ``Seen(**plain)`` counts as this one."""
         return asdict(self)
 
 

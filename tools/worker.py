@@ -148,7 +148,7 @@ class Worker:
             raise candidates.CandidateError(f"{self._candidate}: its process does not say what it claims")
         if outputs is not None and not isinstance(outputs, dict):
             raise candidates.CandidateError(f"{self._candidate}: its process does not say what it returns")
-        candidates.check_claims(_texts(claims or ()))
+        candidates.check_claims(self._candidate, _texts(claims or ()))
         named = {str(kernel): tuple(map(clean_name, _texts(names))) for kernel, names in (outputs or {}).items()}
         return None if claims is None else _texts(claims), named or None
 

@@ -122,6 +122,17 @@ def overwrites(inputs, params):
     return outputs
 
 
+def sick(inputs, params):
+    """Hangs the GPU for one row, loses it for two."""
+    rows = inputs["kv"].shape[0]
+    if rows == 1:
+        torch.cuda._sleep(1 << 62)
+    if rows == 2:
+        index = torch.full((1,), 1 << 40, device="cuda")
+        torch.zeros(4, device="cuda")[index]
+    return right(inputs, params)
+
+
 CALLS = [0]
 
 
@@ -139,7 +150,7 @@ def attention(inputs, params):
     k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * (params["scale"] or 1 / math.sqrt(q.shape[2]))
     if params["causal"]:
-        hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+        hidden = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1 + k.shape[1] - q.shape[1])
         scores = scores.masked_fill(hidden, -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
