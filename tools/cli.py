@@ -94,7 +94,8 @@ def chosen(cases: Sequence[Case], *options: object) -> list[str] | None:
 def end_on_signals() -> None:
     """Let the signals that end a run end it as an interruption does, so that nothing is left behind."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
 
 
 def each(cases: list[Case], label: str, work: Callable[[Callable[[Case], None]], None]) -> None:

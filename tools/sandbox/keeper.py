@@ -4,6 +4,7 @@ It is forked off before the candidate is imported. It ends the candidate and eve
 their own too, as soon as the candidate's process ends or the run lets go of ``control``, killed or not.
 """
 
+import contextlib
 import ctypes
 import os
 import select
@@ -41,7 +42,8 @@ def fork(control: socket.socket, channel: socket.socket) -> None:
         status = _reap(worker)
     _end_all(worker)
     if status is not None:
-        control.send(f"signal {-status}".encode() if status < 0 else f"exit {status}".encode())
+        with contextlib.suppress(OSError):  # the run has let go meanwhile
+            control.send(f"signal {-status}".encode() if status < 0 else f"exit {status}".encode())
     os._exit(0)
 
 
