@@ -87,7 +87,16 @@ def test_every_option_is_known_here() -> None:
         *((name, option) for name in ("verify", "report") for option in REPORTING),
         *(
             ("verify", option)
-            for option in ("--candidate", "--device", "--invariance", "--timeout", "--fresh", "--repeat", "--partial")
+            for option in (
+                "--candidate",
+                "--device",
+                "--invariance",
+                "--timeout",
+                "--fresh",
+                "--fresh-seed",
+                "--repeat",
+                "--partial",
+            )
         ),
         *(("export", option) for option in ("--out", "--kernel", "--case", "--all", "--force")),
         # Tested in test_evidence.py.
@@ -573,6 +582,7 @@ def test_fit_writes_what_differs_or_says_so(
     assert (result.exit_code, "differs: ex2" in result.stdout, wrote == [found]) == (code, True, written)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_missing_module_counts_as_missing_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "require_hopper", lambda: torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "cute_impl.fmha", None)
