@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import goldens
 from goldens import store
-from goldens.call import CallFailed, clean, clean_name
+from goldens.call import CallFailed, Unsupported, clean, clean_name
 from goldens.files import write
 from tools import candidates, cli
 from tools.sandbox import guard
@@ -100,6 +100,14 @@ def test_what_is_no_output_is_a_failed_call_with_its_words(hostile: Worker, what
         do(hostile, what)
     assert words in str(failed.value)
     assert "\x1b" not in str(failed.value)
+
+
+def test_a_refusal_is_a_line_that_looks_like_no_verdict(hostile: Worker) -> None:
+    with pytest.raises(Unsupported) as refused:
+        do(hostile, "refuses")
+    said = str(refused.value)
+    assert said.startswith("�[2Jno fmha/d64-n64-normal any o against exact: 0 bits�[2Jno")
+    assert len(said) == 501
 
 
 TAKEN = {
@@ -323,27 +331,32 @@ def test_a_hang_is_a_verdict_and_the_next_case_is_judged() -> None:
         worker.close()
 
 
-def test_a_crash_is_a_verdict_and_the_next_case_is_judged() -> None:
-    result = verify("crashes", "--case", TWO_ROWS)
+THREE_ROWS = ("--case", TWO_ROWS, "--case", "cache_insert/b3-p2x3-page-normal")
+
+
+def test_the_end_of_the_process_is_a_verdict_and_the_next_case_is_judged() -> None:
+    result = verify("crashes", *THREE_ROWS)
     assert result.exit_code == 1
     assert "crashed: its process ended by signal 11 (SIGSEGV)" in result.stdout
-    assert "1 of 2 runs passed" in result.stdout
-
-
-def test_an_exit_is_a_verdict() -> None:
-    result = verify("exits")
-    assert result.exit_code == 1
     assert "crashed: its process ended with exit code 7" in result.stdout
+    assert "1 of 3 runs passed" in result.stdout
 
 
-@pytest.mark.parametrize(("name", "words"), [("leaves", "called sys.exit(0)"), ("interrupts", "raised KeyboardInterr")])
-def test_a_candidate_that_raises_what_ends_python_fails_and_the_run_goes_on(name: str, words: str) -> None:
+def test_what_ends_python_is_a_verdict_and_the_next_case_is_judged() -> None:
     before = signal.getsignal(signal.SIGINT)
-    result = verify(name, "--case", TWO_ROWS)
+    result = verify("leaves", *THREE_ROWS)
     assert result.exit_code == 1
-    assert result.stdout.count(f"any call against model: the candidate {words}") == 2
-    assert "0 of 2 runs passed" in result.stdout
+    assert f"{INSERT} any call against model: the candidate called sys.exit(0)\n" in result.stdout
+    line = THEIRS.read_text().splitlines().index('        raise KeyboardInterrupt("mine")') + 1
+    said = f"the candidate raised KeyboardInterrupt: mine ({THEIRS}, line {line})\n"
+    assert f"{TWO_ROWS} any call against model: {said}" in result.stdout
+    assert "1 of 3 runs passed" in result.stdout
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_candidate_whose_attributes_raise_is_wrong_usage() -> None:
+    with pytest.raises(candidates.CandidateError, match=r"odd: looking at it raised RuntimeError: schedules"):
+        Worker(f"{THEIRS}:odd", CPU, 5.0)
 
 
 def test_the_report_says_what_the_candidate_could_not_reach() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from goldens.judge import Unsupported
+
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "goldens" / "data" / "cache_insert" / "b1-p1x1-unit.safetensors"
 LINE = "o\nfmha/d64-n64-normal any o against exact: 0 bits"
@@ -129,6 +131,7 @@ DO = {
     "right-to-left": lambda: {"\u202eo": torch.zeros(1)},
     "metadata": lambda: {"__metadata__": torch.zeros(1)},
     "key": lambda: {b"o": torch.zeros(1)},
+    "refuses": lambda: raises(Unsupported("\x1b[2Jno\nfmha/d64-n64-normal any o against exact: 0 bits" * 10_000)),
     "mute": lambda: raises(Mute()),
     "base": lambda: raises(type("Odd", (BaseException,), {})("odd\x1b[31m")),
     "recursion": lambda: DO["recursion"](),

@@ -90,10 +90,6 @@ def refuses_but_one(inputs, params):
     return right(inputs, params)
 
 
-def interrupts(inputs, params):
-    raise KeyboardInterrupt("mine")
-
-
 def hangs(inputs, params):
     if inputs["kv"].shape[0] == 1:
         time.sleep(3600)
@@ -101,17 +97,23 @@ def hangs(inputs, params):
 
 
 def crashes(inputs, params):
-    if inputs["kv"].shape[0] == 1:
+    """By a signal for one row, by an exit for two."""
+    rows = inputs["kv"].shape[0]
+    if rows == 1:
         os.kill(os.getpid(), signal.SIGSEGV)
+    if rows == 2:
+        os._exit(7)
     return right(inputs, params)
 
 
-def exits(inputs, params):
-    os._exit(7)
-
-
 def leaves(inputs, params):
-    sys.exit(0)
+    """By sys.exit for one row, by an interruption of its own for two."""
+    rows = inputs["kv"].shape[0]
+    if rows == 1:
+        sys.exit(0)
+    if rows == 2:
+        raise KeyboardInterrupt("mine")
+    return right(inputs, params)
 
 
 def overwrites(inputs, params):
@@ -173,3 +175,16 @@ def fp32_o(inputs, params):
 
 
 not_callable = 3
+
+
+class Odd:
+    """Callable, and every attribute an error."""
+
+    def __call__(self, inputs, params):
+        return right(inputs, params)
+
+    def __getattr__(self, name):
+        raise RuntimeError(name)
+
+
+odd = Odd()

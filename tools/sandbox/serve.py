@@ -23,6 +23,8 @@ def serve(channel: socket.socket, candidate: str, device: str) -> None:
         return channel.sendall(pack({"unknown": clean(str(error))}))
     except Missing as error:
         return channel.sendall(pack({"missing": clean(str(error))}))
+    except Exception as error:  # of attributes that do more than to be there
+        return channel.sendall(pack({"unknown": f"{candidate}: looking at it {words(error)}"}))
     channel.sendall(pack({"claims": held.claims, "outputs": held.outputs}))
     while True:
         try:
