@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 import goldens
 from goldens import store
-from goldens.judge import Unsupported, duplicate, judge, select, words
+from goldens.call import Unsupported, duplicate, words
+from goldens.judge import judge, select
 from tools import adapters, candidates, cli
 from tools.shard import parse, part
 from tools.trial import NotSupported, Run, Trial, run

@@ -8,7 +8,6 @@ from typer.testing import CliRunner, Result
 
 import goldens
 from goldens import store
-from goldens.judge import select
 from tools import cli
 from tools.trial import Run, Trial, run
 
@@ -40,7 +39,7 @@ def test_another_seed_gives_other_inputs_of_the_same_form() -> None:
     case, manifest = goldens.find(TWO_ROWS), store.read_manifest()
     with Trial("exact", "cpu") as trial:
         seeds = (None, 1, 2, 1)
-        first, one, two, again = (select(trial.given(case, manifest, (None,), seed).golden, "in/") for seed in seeds)
+        first, one, two, again = (trial.given(case, manifest, (None,), seed).judge.inputs for seed in seeds)
     for name, x in first.items():
         assert (one[name].shape, one[name].dtype) == (x.shape, x.dtype)
         assert torch.equal(one[name], again[name])

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import goldens
 from goldens import invariance
+from goldens.call import CallFailed, Unsupported, call
 from goldens.case import Case, Tensors
 from goldens.compare import Verdict
-from goldens.call import CallFailed, Unsupported, call
 from goldens.kda.properties import split
 from goldens.store import read_manifest
 from reference.numerics.order import chain_add

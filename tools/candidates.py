@@ -5,7 +5,7 @@ import re
 import torch
 
 import goldens
-from goldens.judge import Candidate, clean
+from goldens.call import Candidate, clean
 from tools.adapters import ADAPTERS, Missing, need
 from tools.sandbox.load import BY_SCHEDULE, OURS, CandidateError, load
 
