@@ -57,7 +57,7 @@ def soon_gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def hostile() -> Iterator[Worker]:
-    worker = Worker(f"{HOSTILE}:candidate", CPU, 5.0)
+    worker = Worker(f"{HOSTILE}:candidate", CPU, 60.0)
     yield worker
     worker.close()
 

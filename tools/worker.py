@@ -183,7 +183,9 @@ class Worker:
             ready = wait([self._channel, self._control], _left(deadline))
             if not ready:
                 raise TimeoutError
-            received = self._channel.recv_into(view) if self._channel in ready else 0
+            if self._channel not in ready:  # ended; what it sent before may have come since that look
+                ready = wait([self._channel], 0)
+            received = self._channel.recv_into(view) if ready else 0
             if received == 0:
                 raise EOFError
             view = view[received:]
