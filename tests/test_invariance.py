@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 import goldens
 from goldens import invariance
+from goldens.call import CallFailed, Unsupported, call
 from goldens.case import Case, Tensors
 from goldens.compare import Verdict
-from goldens.judge import CallFailed, Unsupported, call
 from goldens.kda.properties import split
 from goldens.store import read_manifest
 from reference.numerics.order import chain_add
@@ -219,19 +219,21 @@ def test_every_kernel_declares_its_properties() -> None:
         assert len(kernel.properties) >= 2
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_command_tries_them_and_says_so() -> None:
-    options = ["verify", "--candidate", "exact", "--device", "cpu", "--invariance", "--timeout", "0"]
+    options = ["verify", "--candidate", "exact", "--device", "cpu", "--invariance"]
     result = CliRunner().invoke(cli.app, [*options, "--case", INSERTS])
     assert result.exit_code == 0
     assert "Invariance: exact on the CPU" in result.stdout
     assert "row 0 amid NaN: cache" in result.stdout
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_failing_property_has_its_command() -> None:
-    with Trial("exact", "cpu", 0) as trial:
+    with Trial("exact", "cpu") as trial:
         trial._held.call = lambda *_: {"cache": torch.rand(2, 2, 576)}
         [result] = run(trial, goldens.find(INSERTS), read_manifest(), invariant=True)
     assert not result.passed
     assert result.command == (
-        f"goldens verify --case {INSERTS} --candidate exact --device cpu --schedule insert --timeout 0 --invariance"
+        f"goldens verify --case {INSERTS} --candidate exact --device cpu --schedule insert --invariance"
     )
