@@ -19,7 +19,7 @@ from torch import Tensor
 import goldens
 from goldens import attn_res as room
 from goldens import store
-from goldens.attn_res import cases
+from goldens.attn_res.cases import grid
 from goldens.case import Case, Tensors
 from goldens.judge import judge, select
 from reference import attn_res
@@ -30,7 +30,7 @@ from reference.numerics.ieee import add_rn, fma_rn, mul_rn, rcp_rn
 
 KERNEL = goldens.KERNELS["attn_res"]
 COMMITTED = [case for case in KERNEL.cases if case.committed]
-GRID = [cases._grid(i) for i in range(36)]
+GRID = [grid(i) for i in range(36)]
 E6, E5 = (torch.tensor(x).item() for x in (1e-6, 1e-5))
 PLAIN: dict[str, Any] = {
     "nb": 1,

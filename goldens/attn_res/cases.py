@@ -1,6 +1,6 @@
 """AttnRes' cases."""
 
-from goldens.attn_res.recipes import EXACT_ONLY, RECIPES
+from goldens.attn_res.recipes import RECIPES
 from goldens.case import Case
 
 # Different, so that one in the other's place is noticed; both as fp32 holds them.
@@ -52,12 +52,11 @@ def make_case(
         seed=seed,
         schedules=("cluster7", "cluster7_direct") if direct else ("cluster7",),
         committed=committed,
-        exact_only=EXACT_ONLY.get(recipe),
         whole=whole,
     )
 
 
-def _grid(i: int) -> Case:
+def grid(i: int) -> Case:
     """The i-th of 36 cases in which every two parameters meet in all their values (tests/test_attn_res.py counts)."""
     nb, final, tokens = i % 9, (i + i // 5) % 2 == 1, 1 + (i // 3 + i // 4) % 3
     return make_case(
@@ -102,7 +101,7 @@ CASES = (
     make_case(2, 2, "edge-of-flush", has_delta=False),
     make_case(2, 1, "far-below", has_delta=False),
     # On demand: the parameters pairwise, every recipe in both branches, and sizes.
-    *(_grid(i) for i in range(36)),
+    *(grid(i) for i in range(36)),
     *(make_case(1, 3, recipe, direct=True, committed=False) for recipe in RECIPES if recipe != "halfway"),
     *(make_case(3, 2, r, slots=2, has_delta=False, final=True, committed=False) for r in RECIPES if r != "halfway"),
     make_case(1, 256, "opposing-sources", direct=True, committed=False),
