@@ -145,14 +145,14 @@ def narrowed(x: Tensor) -> Tensor:
     return x.float().bfloat16().double()
 
 
-def by_the_first(scores: Tensor) -> Tensor:
-    e = (scores - scores[:, :1]).float().exp()
-    return (e / e.sum(1, keepdim=True)).double()
+def without(maximum: Callable[[Tensor], Tensor | float]) -> Callable[[Tensor], Tensor]:
+    """A softmax whose exponentials, in fp32, are of the distances to something else than the largest score."""
 
+    def weight(scores: Tensor) -> Tensor:
+        e = (scores - maximum(scores)).float().exp()
+        return (e / e.sum(1, keepdim=True)).double()
 
-def by_the_blocks(scores: Tensor) -> Tensor:
-    e = (scores - scores[:, :-1].amax(1, keepdim=True)).float().exp()
-    return (e / e.sum(1, keepdim=True)).double()
+    return weight
 
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
@@ -169,9 +169,9 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "scores-in-bf16": (QUAD, {"weight": lambda scores: narrowed(scores).softmax(1)}),
     "weights-in-bf16": (QUAD, {"weight": lambda scores: narrowed(scores.softmax(1))}),
     "weights-in-fp16": (QUAD, {"weight": lambda scores: scores.softmax(1).half().double()}),
-    "maximum-of-the-first": ("nb2-t2-replace-edge-of-flush", {"weight": by_the_first}),
-    "maximum-of-the-blocks": ("nb2-t2-replace-edge-of-flush", {"weight": by_the_blocks}),
-    "no-maximum": ("nb2-t1-replace-far-below", {"weight": lambda scores: by_the_first(scores + scores[:, :1])}),
+    "maximum-of-the-first": ("nb2-t2-replace-edge-of-flush", {"weight": without(lambda s: s[:, :1])}),
+    "maximum-of-the-blocks": ("nb2-t2-replace-edge-of-flush", {"weight": without(lambda s: s[:, :-1].amax(1, True))}),
+    "no-maximum": ("nb2-t1-replace-far-below", {"weight": without(lambda s: 0.0)}),
     "scores-floored": ("nb2-t1-replace-far-below", {"weight": lambda scores: scores.clamp(min=-5e4).softmax(1)}),
     "mixture-always-rounded": (QUAD, {"mixed": narrowed}),
     "normed-row-rounded": (QUAD, {"normed": narrowed}),

@@ -212,14 +212,14 @@ def _edge_of_flush(case: Case) -> Tensors:
     """The first block is 2^126 times the other rows, and its weight 2^-125.4 of theirs; in the next token 2^-129.1,
     which is flushed to 0 or an eighth of the mixture. Beside its own score theirs are beyond fp32's range; all blocks
     of the last token are the first."""
-    x = _rows(case, _scaled(2.0**-70), 2.0)
+    x = _rows(case, _scaled(2.0**-72), 2.0**-5)
     w, width = _weight_product(x), torch.tensor(float(D))
     for token in range(case.dims["tokens"]):
         noise = draw.normal(f"{case.id}/noise/{token}", (D,))
-        low, high = 0, 512
+        low, high = 0, 2048
         while high - low > 1:  # a share of −w that gives the score
             middle = (low + high) // 2
-            row = to_bf16((noise - w * (middle / 256)) * 2.0**56)
+            row = to_bf16((noise - w * (middle / 64)) * 2.0**54)
             wide = row.to(torch.float32)
             score = portable.total(wide * w) / portable.sqrt(portable.total(wide * wide) / width)
             low, high = (middle, high) if float(score) > -86.9 - 2.6 * token else (low, middle)
