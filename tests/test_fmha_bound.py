@@ -17,6 +17,7 @@ from goldens import store
 from goldens.compare import Verdict
 from goldens.fmha import bounds
 from goldens.judge import judge, select
+from reference import fmha as reference
 from reference.fmha import scale_of, visible
 from reference.numerics.formats import to_bf16
 
@@ -174,3 +175,15 @@ def test_half_the_weights_rounding_would_fail_a_legal_kernel(monkeypatch: pytest
     assert bf16(torch.tensor(1 + 2.0**-8)).item() == 1.0
     monkeypatch.setattr(bounds, "_BF16_OVER_FP32", 2.0**15)
     assert not verdict(TELLING).passed
+
+
+@pytest.mark.parametrize("schedule", ["k2", "wgmma128", "wgmma176"])
+@pytest.mark.parametrize(("scale", "decided"), [(1e3, True), (1e9, False), (1e10, False), (1e20, False), (1e38, False)])
+def test_a_steep_scale_leaves_rows_out_before_a_schedule_overflows(scale: float, decided: bool, schedule: str) -> None:
+    case = goldens.fmha.make_case(64, True, 64, "normal", scale=scale)
+    x = KERNEL.inputs(case)
+    oracle, got = reference.model(x, case.params, torch.float64), reference.exact(x, case.params, schedule)
+    for name, limit in bounds.bound(x, case.params, schedule).items():
+        held = limit.isfinite()
+        assert bool(held.all()) == decided
+        assert torch.equal(got[name].isfinite()[held], oracle[name].isfinite()[held])

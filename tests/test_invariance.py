@@ -125,6 +125,18 @@ def test_a_neighbours_nan_is_noticed() -> None:
     assert all("amid NaN" in output for output in wrong)
 
 
+@pytest.mark.parametrize("change", ["k", "v", "q"])
+def test_a_token_from_the_future_is_noticed(change: str) -> None:
+    case = goldens.find("fmha/d64-causal-q6-k33-h4-2-scale0.3-normal")
+
+    def candidate(inputs: Tensors, params: dict[str, Any]) -> Tensors:
+        x = inputs[change]
+        return exact(case, "wgmma128")(inputs | {change: x + x.mean(1, keepdim=True)}, params)
+
+    wanted = "other queries before the last" if change == "q" else "another last key"
+    assert wanted in {output.split(":")[0] for output in failing(case, candidate)}
+
+
 def test_a_state_between_calls_is_noticed() -> None:
     case, count = goldens.find(INSERTS), iter(range(100))
 
