@@ -9,6 +9,7 @@ from torch import Tensor
 from goldens import inputs as draw
 from goldens.case import Case, Tensors
 from reference import kda as reference
+from reference.numerics import portable
 from reference.numerics.formats import to_bf16
 
 D, CHUNK = reference.D, reference.CHUNK
@@ -179,6 +180,29 @@ def _settled(label: str, tokens: Tokens) -> Tensors:
     return x | {"v": _in_rows(x["v"][:, :1].expand_as(x["v"]), -1)}
 
 
+def _resting(label: str, tokens: Tokens) -> Tensors:
+    """``rows`` of a state that is read, as in ``reading``, and decays by ordinary gates, but is not written to: how it
+    is kept, and every gate, shows in its last bits."""
+    x = _rows(label, tokens)
+    return x | {"q": _reading(label, tokens)["q"], "beta": _constant(x["beta"], -200.0)}
+
+
+def _balanced(label: str, tokens: Tokens) -> Tensors:
+    """b 1, no decay, k̂ ±½ in four channels that are the token's own, and v what S · k̂ is in bf16: sums that are exact
+    in fp32 leave of v − S · k̂ what bf16 cannot hold. One sequence of at most 32 tokens."""
+    x = _reading(label, tokens)
+    sign = 1.0 - 2.0 * draw.integers(f"{label}/sign", (*tokens, D), 0, 2).to(torch.float32)
+    own = torch.arange(D) // 4 == torch.arange(tokens[1])[:, None, None]
+    state = _balanced_state(f"{label}/initial_state", (tokens[0], tokens[2], D, D))
+    quarters = torch.where(own, sign, 0.0)[..., None, :] * state[:, None]  # [B, T, H, V, K]
+    read = portable.total(quarters) * 0.5
+    return x | {
+        "k": to_bf16(torch.where(own, sign * 1024.0, 0.0)),
+        "v": to_bf16(read),
+        "beta": _constant(x["beta"], 200.0),
+    }
+
+
 def _fading(label: str, tokens: Tokens) -> Tensors:
     """Rows of very different size (``_fading_state``) under gates of ``bound-beside-none``; b is 0, so nothing is
     written of values as large as 2^100."""
@@ -228,6 +252,10 @@ def _state_in_rows(label: str, shape: tuple[int, ...]) -> Tensor:
     return _in_rows(_plain_state(label, shape), -2)
 
 
+def _balanced_state(label: str, shape: tuple[int, ...]) -> Tensor:
+    return to_bf16(_state_in_rows(label, shape)).to(torch.float32)
+
+
 def _fading_state(label: str, shape: tuple[int, ...]) -> Tensor:
     return _by_size(draw.normal(label, shape), -2, (2.0**100, 2.0**-125, 1.0, 0.0))
 
@@ -274,6 +302,8 @@ RECIPES: dict[str, Recipe] = {
     "opposed": Recipe(_opposed, _opposed_state),
     "rows": Recipe(_rows, _state_in_rows),
     "asked": Recipe(_asked, _state_in_rows),
+    "resting": Recipe(_resting, _state_in_rows),
+    "balanced": Recipe(_balanced, _balanced_state),
     "fading": Recipe(_fading, _fading_state),
     "probing": Recipe(_probing),
     "nan": Recipe(_nan, exact_only="a chunk's tokens share its NaN, those before it too"),
@@ -294,6 +324,7 @@ OFFSETS: dict[str, tuple[int, ...]] = {
     "cycle": (0, 20, 25, 60),
     "around-chunks": (0, 17, 146, 147, 147, 210, 226, 291, 355, 370),  # 17, 129, 1, 0, 63, 16, 65, 64, 15
     "ones": (0, 3, 4, 20, 21),
+    "one-behind": (0, 70, 71),
     "around-64": (0, 64, 130, 130, 195),
     "beyond-416": (0, 3, 420),
     "beyond-512": (0, 513, 514),
