@@ -49,6 +49,29 @@ def compute(kernel: Kernel, case: Case) -> Tensors:
     return made
 
 
+def read_whole(path: Path) -> Tensors:
+    """All tensors of a golden file, what it leaves out made again if its case is known. GoldenError as ``read``."""
+    from goldens import find
+
+    metadata, tensors = read(path)
+    changes = metadata.get(CHANGES, {})
+    try:
+        case = find(str(metadata.get("id")))
+    except ValueError:
+        return tensors
+    return (
+        tensors
+        if any(name.startswith("in/") for name in tensors)
+        else _with_repetition(path, tensors | _left_out(case), changes)
+    )
+
+
+def _left_out(case: Case) -> Tensors:
+    from goldens import KERNELS  # which import their rooms, and those could not import this module otherwise
+
+    return make_again(KERNELS[case.kernel], case)
+
+
 def make_again(kernel: Kernel, case: Case) -> Tensors:
     """What a file leaves out: inputs and the model's outputs."""
     inputs = kernel.inputs(case)
@@ -103,12 +126,12 @@ def _without_repetition(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     """The tensors to keep of a golden, and by name of an output what its rows are put into."""
     kept: Tensors = {}
     changes: dict[str, str] = {}
-    for name, x in tensors.items():
-        if not name.startswith("exact/"):
-            continue
-        bases = [other for other in tensors if other.startswith("in/") or (other in kept and other not in changes)]
-        found = [(base, _rows_apart(x, tensors[base])) for base in bases if _same_form(x, tensors.get(base))]
+    bases = [name for name in tensors if name.startswith("in/")]
+    for name in sorted(name for name in tensors if name.startswith("exact/")):  # a base comes before what it is for
+        x = tensors[name]
+        found = [(base, _rows_apart(x, tensors[base])) for base in bases if _same_form(x, tensors[base])]
         base, rows = min(found, key=lambda entry: len(entry[1]), default=("", None))
+        bases.append(name)
         if rows is None or 2 * len(rows) > x.numel() // x.shape[-1]:
             kept[name] = x
             continue
@@ -118,8 +141,8 @@ def _without_repetition(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
     return kept, changes
 
 
-def _same_form(x: Tensor, base: Tensor | None) -> bool:
-    return base is not None and base.dtype == x.dtype and base.shape == x.shape and x.numel() > 0 and x.dim() > 0
+def _same_form(x: Tensor, base: Tensor) -> bool:
+    return base.dtype == x.dtype and base.shape == x.shape and x.numel() > 0 and x.dim() > 0
 
 
 def _rows_apart(x: Tensor, base: Tensor) -> Tensor:
@@ -128,15 +151,18 @@ def _rows_apart(x: Tensor, base: Tensor) -> Tensor:
     return (a != b).any(1).nonzero().squeeze(1)
 
 
-def _with_repetition(tensors: Tensors, changes: dict[str, str]) -> Tensors:
-    """The golden of what its file holds and of its inputs. KeyError or RuntimeError where they do not fit."""
+def _with_repetition(path: Path, tensors: Tensors, changes: dict[str, str]) -> Tensors:
+    """The golden of what its file holds and what it leaves out. GoldenError where they do not fit."""
     whole = {name: x for name, x in tensors.items() if not name.startswith(ROWS)}
-    for name, base in changes.items():
-        x = whole[base].clone(memory_format=torch.contiguous_format)
-        if name in tensors:
-            rows = x.view(-1, x.shape[-1]).view(torch.uint8)
-            rows[tensors[ROWS + name].to(torch.int64)] = tensors[name].view(torch.uint8)
-        whole[name] = x
+    try:
+        for name, base in sorted(changes.items()):
+            x = whole[base].clone(memory_format=torch.contiguous_format)
+            if name in tensors:
+                rows = x.view(-1, x.shape[-1]).view(torch.uint8)
+                rows[tensors[ROWS + name].to(torch.int64)] = tensors[name].view(torch.uint8)
+            whole[name] = x
+    except (KeyError, IndexError, RuntimeError, AttributeError, TypeError) as error:
+        raise GoldenError(f"{path}: its rows do not fit ({error!r}); {REMEDY}") from None
     return whole
 
 
@@ -150,7 +176,7 @@ def read_manifest(root: Path = DATA) -> dict[str, Any]:
             raise TypeError("an entry lacks its digests")
     except FileNotFoundError:
         raise GoldenError(f"{path}: missing; `goldens regenerate` writes it") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise GoldenError(f"{path}: damaged ({error!r}); restore it from git") from None
     if found != MANIFEST_FORMAT:
         raise GoldenError(f"{path}: format {found}, this version reads {MANIFEST_FORMAT}; restore it from git")
@@ -171,6 +197,8 @@ def write_manifest(entries: dict[str, Any], root: Path = DATA) -> None:
 
 def read(path: Path) -> tuple[dict[str, Any], Tensors]:
     """Metadata and tensors of a golden file. GoldenError if it is missing, damaged or not a golden."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise GoldenError(f"{path}: is there and is no regular file; name another file")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(json.loads((file.metadata() or {})[cache.METADATA]))
@@ -207,22 +235,14 @@ def load(case: Case, manifest: dict[str, Any], root: Path | None = None) -> Tens
         raise GoldenError(f"{path}: says {said}, the case is {case_is}; {REMEDY}")
     _require_listed(case, manifest)
     either = f"this file was changed, or the case's entry in {(root or DATA) / MANIFEST}; {REMEDY}"
-    made: set[str] = set()
-    if not case.self_contained:
-        from goldens import KERNELS  # which import their rooms, and those could not import this module otherwise
-
-        again = make_again(KERNELS[case.kernel], case)
-        made = set(again)
-        try:
-            tensors = _with_repetition(tensors | again, changes)
-        except (KeyError, IndexError, RuntimeError, AttributeError, TypeError) as error:
-            raise GoldenError(f"{path}: its rows do not fit ({error!r}); {either}") from None
+    again = {} if case.self_contained else _left_out(case)
+    tensors = _with_repetition(path, tensors | again, changes)
     digests = manifest[case.id]["sha256"]
     if set(digests) != set(tensors):
         raise GoldenError(f"{path}: holds {sorted(tensors)}, the manifest lists {sorted(digests)}; {either}")
-    for name in sorted(tensors, key=lambda name: name not in made):  # what the rows were put into comes first
+    for name in sorted(tensors, key=lambda name: name not in again):  # what the rows were put into comes first
         if digest(tensors[name]) != digests[name]:
             what = f"{name} is not what the manifest says (SHA-256 {digests[name][:12]}…)"
             reason = "the code makes it otherwise now; `goldens regenerate --check` says for which cases"
-            raise GoldenError(f"{path}: {what}; {reason if name in made else either}")
+            raise GoldenError(f"{path}: {what}; {reason if name in again else either}")
     return {name: tensors[name] for name in digests}

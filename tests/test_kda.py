@@ -621,7 +621,7 @@ def test_committed_cases_cover_every_bound(lower_bound: float) -> None:
 
 
 def test_committed_cases_cover_every_tail_recipe_and_state() -> None:
-    recipes = [room._split(case.recipe) for case in COMMITTED]
+    recipes = [room.split(case.recipe) for case in COMMITTED]
     assert {values for values, _, _ in recipes} == set(room.RECIPES)
     pairs = {(state, case.params["final_state"]) for (_, _, state), case in zip(recipes, COMMITTED, strict=True)}
     assert pairs == {("-", None), ("-", "bf16"), ("-", "fp32"), *((s, f) for s in TORCH for f in (None, s))}

@@ -29,10 +29,10 @@ def scripts(job: dict[str, Any]) -> str:
 
 
 def test_the_jobs_are_there(jobs: dict[str, Any]) -> None:
-    assert set(jobs) == {"cpu", "hopper"}
+    assert set(jobs) == {"cpu", "on-demand", "hopper"}
     assert "self-hosted" in jobs["hopper"]["runs-on"]
     assert all("timeout-minutes" in job for job in jobs.values())
-    for job in jobs.values():
+    for job in (jobs["cpu"], jobs["hopper"]):
         assert any(step.get("uses", "").startswith("actions/upload-artifact@") for step in job["steps"])
         assert "cat reports/" in scripts(job)
         assert '"$GITHUB_STEP_SUMMARY"' in scripts(job)
@@ -40,8 +40,15 @@ def test_the_jobs_are_there(jobs: dict[str, Any]) -> None:
 
 def test_what_it_makes_is_in_the_makefile(jobs: dict[str, Any]) -> None:
     targets = set(re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
-    called = set(re.findall(r"make (\w+)", scripts(jobs["cpu"])))
-    assert called == {"goldens", "test"} <= targets
+    called = {name: set(re.findall(r"make (\w+)", scripts(jobs[name]))) for name in ("cpu", "on-demand")}
+    assert called == {"cpu": {"goldens", "test"}, "on-demand": {"digests"}}
+    assert set().union(*called.values()) <= targets
+
+
+def test_every_night_all_cases_are_made_again(jobs: dict[str, Any]) -> None:
+    assert yaml.safe_load(WORKFLOW.read_text())[True]["schedule"][0]["cron"]
+    assert "schedule" in jobs["on-demand"]["if"]
+    assert "--check --all --shard $(SHARD)" in (REPOSITORY / "Makefile").read_text()
 
 
 def test_its_commands_and_options_exist(jobs: dict[str, Any]) -> None:
@@ -59,7 +66,7 @@ def test_its_commands_and_options_exist(jobs: dict[str, Any]) -> None:
 def test_its_shards_are_all_of_them(jobs: dict[str, Any]) -> None:
     for job in jobs.values():
         numbers = job["strategy"]["matrix"]["shard"]
-        found = re.findall(r"--shard \$\{\{ matrix\.shard \}\}/(\d+)", scripts(job))
+        found = re.findall(r"(?:--shard |SHARD=\")\$\{\{ matrix\.shard \}\}/(\d+)", scripts(job))
         assert found
         assert {int(count) for count in found} == {len(numbers)}
         assert [parse(f"{n}/{len(numbers)}")[0] for n in numbers] == list(range(1, len(numbers) + 1))

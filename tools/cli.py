@@ -1,14 +1,13 @@
 """``goldens``: list, make, verify and report. Exit codes: 0 pass, 1 fail, 2 usage, 3 hardware is missing."""
 
 import json
-import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TextIO
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -24,7 +23,7 @@ from goldens.files import write_text
 from goldens.judge import failed, judge, select
 from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
-from tools import candidates, doctor, evidence, export, faults, report, trial
+from tools import candidates, doctor, evidence, export, faults, report, terminal, trial
 from tools import cases as cases_of
 
 
@@ -39,7 +38,7 @@ class Exit(IntEnum):
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
 # Where the output is no terminal, no line is too long.
-out = Console(highlight=False, width=None if sys.stdout.isatty() else report.UNLIMITED)
+out = Console(highlight=False, width=None if sys.stdout and sys.stdout.isatty() else report.UNLIMITED)
 err = Console(stderr=True, highlight=False)
 
 KernelOption = Annotated[str | None, typer.Option("--kernel", help="Only this kernel's cases.")]
@@ -220,7 +219,7 @@ def read_report(path: Path | None) -> Any:
     try:
         old = json.loads(path.read_text())
         report.against([], old)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise fail(f"--against: {path}: {error}", Exit.USAGE) from None
     return old
 
@@ -406,7 +405,7 @@ def show(case: Annotated[str, typer.Argument(help="A case's id.")]) -> None:
 def diff(first: Path, second: Path) -> None:
     """Compare two golden files tensor by tensor, in bits and ULPs."""
     try:
-        (_, a), (_, b) = store.read(first), store.read(second)
+        a, b = store.read_whole(first), store.read_whole(second)
     except store.GoldenError as error:
         raise fail(str(error), Exit.USAGE) from None
     equal = True
@@ -458,36 +457,9 @@ def fit(
         raise typer.Exit(Exit.FAIL)
 
 
-class Pipe:
-    """Standard output whose reader may go: what is written then is dropped, and the command goes on to its end."""
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """As the stream's; the number of characters."""
-        return self._unless_broken(lambda: self._stream.write(text), len(text))
-
-    def flush(self) -> None:
-        """As the stream's."""
-        self._unless_broken(self._stream.flush, None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def _unless_broken(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        try:
-            return work()
-        except BrokenPipeError:
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._stream.fileno())
-            os.close(nothing)
-            return otherwise
-
-
 def main() -> None:
     """The console script."""
-    sys.stdout = Pipe(sys.stdout)
+    terminal.prepare()
     app()
 
 

@@ -46,7 +46,8 @@ default.
 
 A kernel gets copies of the inputs and writes its outputs; a tensor that is both is listed as both. An implementation of
 a schedule must produce `exact/SCHEDULE/NAME` bit for bit. `model/NAME` is the mathematics in FP32 without a schedule,
-before its conversion to the output's format; how far from it a schedule may be is derived in `goldens/KERNEL.py`.
+before its conversion to the output's format; how far from it a schedule may be is derived in
+`goldens/KERNEL/bounds.py`.
 
 `{READER}` reads it all in C++ (`g++ -std=c++17 -O2 {READER} -o reader && ./reader .`): it prints each tensor with the
 FNV-1a hash of its bytes.

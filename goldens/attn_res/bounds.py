@@ -73,6 +73,7 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
 def _bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str, token: int) -> Tensor | None:
     """The bound of one token, [D]."""
     nb, c = params["nb"], _roundings(params["nb"], schedule)
+    eps, out_eps = reference.epsilons(params)
     one = {name: x[..., token : token + 1, :] for name, x in tensors.items() if name in ("delta", "prefix")}
     p = reference.new_prefix(one, params)
     x = torch.cat([tensors["blocks"][token, :nb], p]).to(torch.float64)  # [nb + 1, D]
@@ -80,20 +81,20 @@ def _bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: s
     if nb == 0:
         m, moved, divisor = x[0], torch.zeros_like(x[0]), torch.zeros((), dtype=torch.float64)
     else:
-        weights, errors = _weights(x, tensors, params["eps"], c)
+        weights, errors = _weights(x, tensors, eps, c)
         m = weights @ x
         moved = 1.01 * _UNIT * ((weights * (errors + c["value"])) @ x.abs())
         moved = moved + 4 * (nb + 1) * _TINY * x.abs().amax() + c["value"] * _LEAST
         divisor = 1.01 * _UNIT * (weights @ (errors + c["total"]))
-    square = (m * m).mean() + params["out_eps"]
+    square = (m * m).mean() + out_eps
     length = square.sqrt()
     if schedule == "cluster7" and nb and not params["final"]:
         kappa = _kappa(x, weights)
         relative = _UNIT * (23 * kappa * (m * m).mean() / square + 4)
         if kappa > _KAPPA_LIMIT or relative >= 1:
             return None
-        stretched = ((moved * moved).mean() + params["out_eps"] * divisor**2).sqrt()
-        norm = 1 / (1 - relative).sqrt() - 1 + _UNIT * c["root"]
+        stretched = ((moved * moved).mean() + out_eps * divisor**2).sqrt()
+        norm = float(1 / (1 - relative).sqrt() - 1) + _UNIT * c["root"]
     else:
         if nb:
             moved = moved + m.abs() * (divisor + _UNIT)
@@ -103,7 +104,7 @@ def _bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: s
         stretched = (moved * moved).mean().sqrt()
         norm = _UNIT * ((c["sum"] + 2) / 2 + c["root"])
     # The length never falls below that of out_eps alone.
-    shortest = torch.maximum(length - stretched, torch.tensor(0.99 * params["out_eps"] ** 0.5, dtype=torch.float64))
+    shortest = torch.maximum(length - stretched, torch.tensor(0.99 * out_eps**0.5, dtype=torch.float64))
     error = (moved + m.abs() * stretched / length) / shortest * (1 + norm) + m.abs() / length * (norm + 2 * _UNIT)
     return 1.01 * gamma * error + 4 * _LEAST * (1 + gamma)
 

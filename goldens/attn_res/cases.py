@@ -57,7 +57,7 @@ def make_case(
     )
 
 
-def _grid(i: int) -> Case:
+def grid(i: int) -> Case:
     """The i-th of 36 cases in which every two parameters meet in all their values (tests/test_attn_res.py counts)."""
     nb, final, tokens = i % 9, (i + i // 5) % 2 == 1, 1 + (i // 3 + i // 4) % 3
     return make_case(
@@ -89,7 +89,7 @@ CASES = (
     make_case(2, 1, rows=3, slots=2, capacity=2, write=2),
     make_case(8, 1, "dominant", write=3),
     # On demand: the parameters pairwise, every recipe in both branches, and sizes.
-    *(_grid(i) for i in range(36)),
+    *(grid(i) for i in range(36)),
     *(make_case(1, 3, recipe, direct=True, committed=False) for recipe in RECIPES if recipe != "halfway"),
     *(make_case(3, 2, r, slots=2, has_delta=False, final=True, committed=False) for r in RECIPES if r != "halfway"),
     make_case(1, 256, "opposing-sources", direct=True, committed=False),

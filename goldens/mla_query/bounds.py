@@ -16,7 +16,7 @@ QUERY, LATENT, NOPE, HEAD = reference.QUERY, reference.LATENT, reference.NOPE, r
 
 
 # The three roundings to bf16 are part of the mathematics, so a schedule differs from the oracle by its roundings in
-# fp32, and by what these push over a tie between two bf16 (``goldens.cache_insert.bounds.spread``: nothing unless a tie is that close).
+# fp32, and by what these push over a tie between two bf16 (``spread``: nothing unless a tie is that close).
 # Roundings, in units u = 2^-24, of
 #   norm:    the sum of squares and the root, as in ``goldens.cache_insert``. small 8 FMAs + 5 butterfly stages + 6
 #            warps; tiled 12 FMAs + 2 + 5; both divide by 1536, add eps, take rsqrt.approx

@@ -3,8 +3,9 @@
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ import typer
 from goldens.files import GoldenError, write_text
 from tools.candidates import HardwareMissing, require_hopper
 from tools.faults import gpu, report, trial
+from tools.faults.fresh import FRESH
 from tools.faults.patch import Fault, PatchError
 from tools.faults.planted import KERNELS, MODELS
 
@@ -27,6 +29,10 @@ def command(
     ] = False,
     compile_only: Annotated[
         bool, typer.Option("--compile", help="The faults in cute_impl, only compiled; needs no GPU.")
+    ] = False,
+    fresh: Annotated[
+        bool,
+        typer.Option("--fresh", help="The faults by an author who had not seen the goldens; by equal bits alone."),
     ] = False,
     only: Annotated[
         list[str] | None, typer.Option("--fault", help="Only this fault; may be given several times.")
@@ -43,16 +49,19 @@ def command(
     ] = None,
 ) -> None:
     """Plant faults and say which checks notice them: equal bits, the derived bound, a customary tolerance."""
-    faults = choose(KERNELS if kernels or compile_only else MODELS, only)
+    faults = choose(FRESH if fresh else KERNELS if kernels or compile_only else MODELS, only)
     try:
-        if kernels or compile_only:
+        if fresh:
+            content, table, failed = fresh_faults(faults, jobs)
+        elif kernels or compile_only:
             content, table, failed = kernel_faults(faults, kernels, jobs, html)
         else:
             content, table, failed = model_faults(faults, jobs)
         if json_file:
             write_text(json_file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         if markdown:
-            report.put(markdown, "kernels" if kernels or compile_only else "models", table)
+            section = "fresh" if fresh else "kernels" if kernels or compile_only else "models"
+            report.put(markdown, section, table)
     except HardwareMissing as error:
         raise _end(f"{error}; `--compile` needs none", HARDWARE) from None
     except (PatchError, GoldenError) as error:
@@ -85,17 +94,30 @@ def model_faults(faults: Sequence[Fault], jobs: int) -> tuple[dict, str, list[st
     return report.models_json(outcomes), report.models_table(outcomes), failed
 
 
-def tried(faults: Sequence[Fault], jobs: int) -> Iterator[trial.Outcome]:
+def fresh_faults(faults: Sequence[Fault], jobs: int) -> tuple[dict, str, list[str]]:
+    """JSON, table, and nothing that failed: what such faults measure is no demand on each of them."""
+    outcomes = []
+    for x in tried(faults, jobs, trial.run_for_bits):
+        typer.echo(f"{x.fault.id:<44} {x.noticed_on.get('bits', 'not noticed')}")
+        outcomes.append(x)
+    table = report.fresh_table(outcomes)
+    typer.echo(table)
+    return report.models_json(outcomes), table, []
+
+
+def tried(
+    faults: Sequence[Fault], jobs: int, run: Callable[[Fault, trial.Bench], trial.Outcome] = trial.run
+) -> Iterator[trial.Outcome]:
     """The outcome of each fault, in order."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        yield from pool.map(_run, faults)
+        yield from pool.map(partial(_run, run), faults)
 
 
-def _run(fault: Fault) -> trial.Outcome:
+def _run(run: Callable[[Fault, trial.Bench], trial.Outcome], fault: Fault) -> trial.Outcome:
     if not _bench:
         _bench.append(trial.Bench())
-    return trial.run(fault, _bench[0])
+    return run(fault, _bench[0])
 
 
 def kernel_faults(faults: Sequence[Fault], on_gpu: bool, jobs: int, html: Path | None) -> tuple[dict, str, list[str]]:

@@ -37,6 +37,24 @@ def models_table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([f"{summary(outcomes)}.", "", *_rows(heads, rows)])
 
 
+def fresh_table(outcomes: Sequence[Outcome]) -> str:
+    """A section with the shares by room, and what no golden noticed."""
+    rooms: dict[str, list[Outcome]] = {}
+    for x in outcomes:
+        rooms.setdefault(x.fault.id.partition("/")[0], []).append(x)
+    rows = [[room, *_share(members)] for room, members in (*rooms.items(), ("all", outcomes))]
+    survivors = [[x.fault.id, x.fault.schedule, x.fault.what] for x in outcomes if not x.noticed_on]
+    lines = _rows(["faults in", "faults", "noticed by equal bits", "share"], rows)
+    if survivors:
+        lines += ["", "Not noticed:", "", *_rows(["fault", "schedule", "what is wrong"], survivors)]
+    return "\n".join(lines)
+
+
+def _share(outcomes: Sequence[Outcome]) -> list[str]:
+    noticed = shares(outcomes)["bits"]
+    return [str(len(outcomes)), str(noticed), f"{noticed / max(1, len(outcomes)):.1%}"]
+
+
 def kernels_table(outcomes: Sequence[KernelOutcome], compiled: dict[str, str]) -> str:
     """A section of kernel faults. compiled: by fault's id; empty if that was not tried."""
     rows = [

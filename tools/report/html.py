@@ -1,19 +1,28 @@
-"""The report as one HTML file that needs nothing else: no network, no script, light and dark, phone and desktop."""
+"""The report as one HTML file that needs nothing else: no network, light and dark, phone and desktop.
 
+Its one script finds, sorts and follows links to folded parts; all is there without it.
+"""
+
+import base64
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from goldens.compare import KernelMap, TensorMap, Verdict
 from tools.environment import environment
 from tools.report.changes import Change
-from tools.report.result import Result, Row, place, rows, summary, whose
+from tools.report.result import ANY, Result, Row, place, rows, summary, whose
 
-FAILURES = 50  # failing verdicts shown in full
+FAILURES = 100  # failing verdicts shown in full
+LISTED_OPEN = 40  # a kernel with more failing runs is folded
+UNFOLDED = 3  # so many failures are open at first
 TABLE_ROWS = 1000  # rows of one kernel's table; failures come first
 CHANGES = 200
 STRIP = 256  # a part of the kernel with more numbers than this is listed, not drawn
@@ -73,6 +82,11 @@ class Group:
     @property
     def elements(self) -> int:
         return sum(row.exact.elements for row in self.rows if row.exact)
+
+    @property
+    def by_model(self) -> int:
+        """Elements judged by the model."""
+        return sum(row.model.elements for row in self.rows if row.model)
 
     def largest(self, field: str) -> float | None:
         """The largest value of a field of the verdicts against the model, those that compared no element aside."""
@@ -159,8 +173,57 @@ def _tables(results: list[Result]) -> list[tuple[str, list[Row], int]]:
     ]
 
 
-def _failures(results: list[Result]) -> list[tuple[Result, Verdict]]:
-    return [(result, verdict) for result in results for verdict in result.verdicts if not verdict.passed]
+@dataclass(frozen=True)
+class Failure:
+    """A failing verdict, by its number among them."""
+
+    number: int
+    result: Result
+    verdict: Verdict
+
+    @property
+    def case(self) -> str:
+        return self.result.case.id
+
+    @property
+    def name(self) -> str:
+        """Which output, what it was compared with, and how many elements fail."""
+        count = f": {self.verdict.failing:,}" if self.verdict.elements else ""
+        return f"{self.verdict.output} against {self.verdict.against}{count}"
+
+    @property
+    def where(self) -> str:
+        """Where its elements lie, or what else is wrong."""
+        return place(self.verdict) or self.verdict.reason
+
+
+@dataclass(frozen=True)
+class FailedRun:
+    """A run with its failures, at least one."""
+
+    kernel: str
+    case: str
+    schedule: str
+    failures: tuple[Failure, ...]
+
+    @property
+    def words(self) -> str:
+        """All that the run is found by."""
+        return " ".join(f"{f.name} {f.where}" for f in self.failures)
+
+
+def _failures(results: list[Result]) -> list[Failure]:
+    found = [(result, verdict) for result in results for verdict in result.verdicts if not verdict.passed]
+    return [Failure(number, *one) for number, one in enumerate(found)]
+
+
+def _failed_runs(failures: list[Failure]) -> list[FailedRun]:
+    """The failures by run, in their order."""
+    runs = [list(members) for _, members in groupby(failures, lambda failure: id(failure.result))]
+    return [
+        FailedRun(members[0].result.case.kernel, members[0].case, members[0].result.schedule, tuple(members))
+        for members in runs
+    ]
 
 
 def number(value: float | None, form: str = ".4g") -> str:
@@ -195,15 +258,24 @@ def to_html(
     loader = PackageLoader("tools.report", "templates")
     jinja = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     jinja.filters |= {"number": number, "short": short}
+    script = jinja.get_template("report.js").render()
+    digest = hashlib.sha256(script.encode()).digest()
     context: dict[str, Any] = {
+        "script": Markup(script),
+        "script_hash": base64.b64encode(digest).decode(),
         "title": title,
         "summary": summary(results),
         "results": results,
         "failed": sum(not result.passed for result in results),
         "groups": _groups(results),
         "tables": _tables(results),
-        "failures": failures[:FAILURES],
-        "failures_total": len(failures),
+        "failures": failures,
+        "failed_runs": _failed_runs(failures),
+        "listed_open": LISTED_OPEN,
+        "cards": FAILURES,
+        "unfolded": UNFOLDED,
+        "table_rows": TABLE_ROWS,
+        "any_schedule": ANY,
         "changes": None if listed is None else listed[:CHANGES],
         "changes_total": len(listed or []),
         "refused": list(refused),

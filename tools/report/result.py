@@ -8,6 +8,7 @@ from goldens.case import Case
 from goldens.compare import Verdict
 
 EXACT_MODEL = "exact model"  # the candidate of `goldens report`
+ANY = "any"  # the schedule of a candidate that claims none
 OURS = "cute_impl"  # the candidate of `goldens verify` unless it is given another
 COLUMNS = (
     "case",
