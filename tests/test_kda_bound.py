@@ -12,7 +12,7 @@ from torch import Tensor
 
 import goldens
 from goldens import store
-from goldens.judge import bound, judge, select
+from goldens.judge import judge, select
 from reference import kda as reference
 from reference.numerics.formats import to_bf16
 
@@ -142,7 +142,6 @@ LEGAL: dict[str, Callable[[Tensors, Any], Tensors]] = {
     "as-flash-linear-attention": Form(64, apart=True, norm=by_reciprocal_root),
     "as-flash-kda": Form(16, apart=True, sigmoid=by_tanh, norm=by_root),
 }
-EVERY_64 = Form(64)
 WRONG: dict[str, Callable[[Tensors, Any], Tensors]] = {
     **{
         f"state-in-{name}-every-{chunk}": Form(chunk, kept=kept)
@@ -165,7 +164,7 @@ def narrowed(made: Tensors, params: Any) -> Iterator[tuple[str, Tensor]]:
 
 @pytest.fixture(scope="module")
 def stored() -> dict[str, tuple[goldens.Case, Tensors, goldens.case.Kernel]]:
-    """Each judged case, its golden, and the kernel with bounds and oracle of this case, which are made once."""
+    """Each judged case, its golden, and the kernel with bounds and oracle of this case, made once."""
     manifest, made = store.read_manifest(), {}
     for case in JUDGED:
         golden = store.load(case, manifest)
@@ -174,15 +173,15 @@ def stored() -> dict[str, tuple[goldens.Case, Tensors, goldens.case.Kernel]]:
 
 
 def kept(case: goldens.Case, golden: Tensors) -> goldens.case.Kernel:
-    inputs = select(golden, "in/")
-    widest, own = bound(KERNEL, case, inputs, None), KERNEL.bound(inputs, case.params, "model")
-    oracle = KERNEL.reference.model(inputs, case.params, torch.float64)
+    inputs, whose = select(golden, "in/"), ("model", *reference.SCHEDULES)
+    bounds = {who: KERNEL.bound(inputs, case.params, who) for who in whose}
+    oracle = reference.model(inputs, case.params, torch.float64)
 
     class Once:
-        SCHEDULES = ("any",)
+        SCHEDULES = reference.SCHEDULES
         model = staticmethod(lambda *_: oracle)
 
-    return replace(KERNEL, reference=Once, bound=lambda _, __, who: own if who == "model" else widest)
+    return replace(KERNEL, reference=Once, bound=lambda _, __, who: bounds[who])
 
 
 def refusing(stored: dict, candidate: Callable[[Tensors, Any], Tensors]) -> list[str]:

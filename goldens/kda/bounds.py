@@ -14,22 +14,24 @@ from reference.numerics.formats import to_bf16
 D, CHUNK = reference.D, reference.CHUNK
 
 # Errors of a state are kept twice: element by element (E [V, K]) and as the 2-norm e of each row of V over K.
-# A step, or a chunk of them, takes a row s to s·M + …, M [K, K] known from the oracle; so E becomes at most E·|M|, and in
-# column k at most e times the 2-norm of M's column; the smaller holds. One step's M is diag(decay)·(I − b k̂ k̂ᵀ), with
-# b ≤ 1 and |k̂| ≤ 1: e grows by no more than the largest decay, d over several tokens. An output is s·w + …, w [K] known
-# too: it errs by Σ E·|w|, or e times w's 2-norm. Where nothing is written M is the decay alone, and E is no more than
-# the roundings of each element: that tells a state that is kept in bf16 or fp16. Where keys meet a state, E·|M| grows
-# from chunk to chunk, which e does not.
+# A step, or a chunk of them, takes a row s to s·M + …, M [K, K] known from the oracle; so E becomes at most E·|M|, and
+# in column k at most e times the 2-norm of M's column; the smaller holds. One step's M is diag(decay)·(I − b k̂ k̂ᵀ),
+# with b ≤ 1 and |k̂| ≤ 1: e grows by no more than the largest decay, d over several tokens. An output is s·w + …, w [K]
+# known too: it errs by Σ E·|w|, or e times w's 2-norm. Where nothing is written M is the decay alone, and E is no more
+# than the roundings of each element: that tells a state that is kept in bf16 or fp16. Where keys meet a state, E·|M|
+# grows from chunk to chunk, which e does not.
 # To this comes what the roundings of the step itself add, element by element from the oracle's values, each kept apart
 # from its error: the schedule's own S differs from the oracle's, and Σ|S|·w over K becomes Σ|S|·w and the least of
 # Σ E·w and e·|w|.
 # Rounding to bf16 costs nothing where the number has eight bits anyway: initial states in bf16, unit vectors without
 # decay, b = 1. (A decay makes other numbers of them in every way to cut the sequence into chunks.)
-# What is taken as legal: sums in fp32 in any order; states in fp32 between chunks; states, keys, queries and what is made
-# of them in bf16 as operands of a product. So the chunks' bound has Kᵉ in one part, where chunk16 has two, and in U the
-# roundings of T·diag(b)·V and of T·diag(b)·K⁺ each for itself ("alone", "apart"), as flash-linear-attention makes them,
-# on top of chunk16's of R. Kernels that cut after 32 or 64 tokens err by no more: tests/test_kda_bound.py holds some.
-# A state that is kept in less than fp32 is not legal, nor is a gate: neither is an operand.
+# What is taken as legal: sums in fp32 in any order; states in fp32 between chunks; states, keys, queries and what is
+# made of them in bf16 as operands of a product. So the chunks' bound has Kᵉ in one part, where chunk16 has two, and in
+# U the roundings of T·diag(b)·V and of T·diag(b)·K⁺ each for itself ("alone", "apart"), as flash-linear-attention makes
+# them, on top of chunk16's of R. Kernels that cut after 32 or 64 tokens err by no more: tests/test_kda_bound.py holds
+# some. In these a decay from far back may be below the least number, where chunk16's state had decayed by then: "lost"
+# is that least number times the largest state so far. A state that is kept in less than fp32 is not legal, nor is a
+# gate: neither is an operand.
 # In units of U:
 #   norm: half of the sum's (model: a product, 7 halvings, eps; chunk16: 2, 5 + 1, eps), its root (rsqrt.approx: 3), a
 #         quotient or a product, and one with scale
@@ -205,14 +207,16 @@ def _chunks_bound(sequence: _Activated, state: Tensor, apart: _Apart) -> tuple[T
     m = torch.diag_embed(end[:, :, 0].exp()) - u_up.mT @ k_end
     columns = torch.linalg.vector_norm(m, dim=-2)
     apart_error = _operand(u_up, 2.0**-16 * u_up.abs(), total) - 2.0**-16 * u_up.abs()
-    out = []
+    out, most = [], state.abs()
     for c in range(len(total)):
+        most = torch.maximum(most, state.abs())
+        lost = _LEAST_BF16 * most.sum(-1, keepdim=True)
         rest = x.v[c].mT - state @ k_up[c].mT  # [H, V, 16]
         b, b_error = x.b[c][:, None], x.b_error[c][:, None]
         r = b * rest
         u = r @ t[c].mT
         bar_rest, bar_u = rest.abs() + apart.read(k_up[c]), u.abs() + apart.read(u_up[c])
-        rest_error = _state_product(state, apart, bars[0][c], errors[0][c], 9) + 2 * _U * bar_rest
+        rest_error = _state_product(state, apart, bars[0][c], errors[0][c], 9) + 2 * _U * bar_rest + lost
         bar_r = b * bar_rest
         r_error = (b + b_error) * rest_error + b_error * bar_rest
         r_error = _to_bf16(bar_r, r_error + 2 * _U * (bar_r + r_error) + _LEAST)
@@ -221,11 +225,11 @@ def _chunks_bound(sequence: _Activated, state: Tensor, apart: _Apart) -> tuple[T
         alone_error = torch.where(_has_eight_bits(alone, 2.0**-16 * alone.abs()), 0.0, _B * alone.abs())
         u_error = u_error + alone_error + state.abs() @ apart_error[c].mT + apart.read(apart_error[c])
         u_error = _to_bf16(bar_u, u_error)
-        o_error = _state_product(state, apart, bars[1][c], errors[1][c], 9)
+        o_error = _state_product(state, apart, bars[1][c], errors[1][c], 9) + lost
         o_error = o_error + _product(bar_u, u_error, p[c].abs(), p_error[c], 1)
         out.append((o_error + apart.read(w[c])).permute(2, 0, 1))
         end_bars, end_errors = (y[3][c].mT for y in (bars, errors))
-        own = _product(bar_u, u_error, end_bars, end_errors, 2) + _LEAST
+        own = _product(bar_u, u_error, end_bars, end_errors, 2) + _LEAST * (1 + most)
         own = own + (state.abs() + apart.each) * (end[c].exp() * (end_off[c] + (2 * _MMA + 1) * _U))
         state = state * end[c].exp() + u @ k_end[c]
         apart = apart.moved(apart.each @ m[c].abs(), columns[c], decay[c], own)
