@@ -114,9 +114,7 @@ def causal(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
     for name in _BY_TOKEN:
         later = own[i][name][:, at:]
         changed[name] = torch.cat([own[i][name][:, :at], -later if name == "beta" else later.roll(1, -1)], 1)
-    parts = _sequence_parts(inputs, own, i, i)[:1]
-    (batch, *rest) = parts[0].base
-    start = rest[0].start if rest else 0
+    batch, start = (slice(None), int(inputs["cu_seqlens"][i])) if "cu_seqlens" in inputs else (slice(i, i + 1), 0)
     first = (batch, slice(start, start + at))
     batched = _batch(inputs, [changed if n == i else x for n, x in enumerate(own)])
     return [Variant(f"other tokens from {at} on", batched, params, (Part("out", first, first),))]
