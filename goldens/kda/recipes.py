@@ -203,6 +203,13 @@ def _balanced(label: str, tokens: Tokens) -> Tensors:
     }
 
 
+def _strange(label: str, tokens: Tokens) -> Tensors:
+    """``rows`` of which one has a NaN in its values and one an infinity, amid sound keys."""
+    x = _rows(label, tokens)
+    x["v"][:, tokens[1] // 2, :, ROWS[1]], x["v"][:, tokens[1] // 2, :, ROWS[2]] = torch.nan, torch.inf
+    return x
+
+
 def _fading(label: str, tokens: Tokens) -> Tensors:
     """Rows of very different size (``_fading_state``) under gates of ``bound-beside-none``; b is 0, so nothing is
     written of values as large as 2^100."""
@@ -256,6 +263,13 @@ def _balanced_state(label: str, shape: tuple[int, ...]) -> Tensor:
     return to_bf16(_state_in_rows(label, shape)).to(torch.float32)
 
 
+def _strange_state(label: str, shape: tuple[int, ...]) -> Tensor:
+    """``rows`` of any exponent, with zeros of both signs."""
+    x = draw.wide_bf16(label, shape, -127, 40).to(torch.float32)
+    x[..., ::3] *= 0.0
+    return _in_rows(x, -2)
+
+
 def _fading_state(label: str, shape: tuple[int, ...]) -> Tensor:
     return _by_size(draw.normal(label, shape), -2, (2.0**100, 2.0**-125, 1.0, 0.0))
 
@@ -275,11 +289,10 @@ def _subnormal_state(label: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class Recipe(NamedTuple):
-    """``values`` makes the tokens, ``state`` the first state, if the case has one. ``exact_only`` as in Case."""
+    """``values`` makes the tokens, ``state`` the first state, if the case has one."""
 
     values: Values
     state: Callable[[str, tuple[int, ...]], Tensor] = _plain_state
-    exact_only: str | None = None
 
 
 RECIPES: dict[str, Recipe] = {
@@ -306,8 +319,9 @@ RECIPES: dict[str, Recipe] = {
     "balanced": Recipe(_balanced, _balanced_state),
     "fading": Recipe(_fading, _fading_state),
     "probing": Recipe(_probing),
-    "nan": Recipe(_nan, exact_only="a chunk's tokens share its NaN, those before it too"),
-    "inf-state": Recipe(_normal, _inf_state, exact_only="whether inf meets −inf depends on the order of a sum"),
+    "strange": Recipe(_strange, _strange_state),
+    "nan": Recipe(_nan),
+    "inf-state": Recipe(_normal, _inf_state),
 }
 
 # name → offsets; int32 where the name says so.

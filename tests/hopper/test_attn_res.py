@@ -283,11 +283,17 @@ def test_any_argument_may_come_from_the_launch_before(name, slots, schedule, gpu
     assert torch.equal(bits(got), bits(want))
 
 
+ATTEMPTS = 10  # of the promise: other work on the GPU may keep two launches apart
+
+
 @pytest.mark.parametrize("name", READ)
 def test_by_the_promise_all_but_delta_is_read_at_once(name, gpu):
     """So the late writer is late; and a delta tensor is waited for."""
-    got, want, stale = behind_a_late_writer(gpu, name, all_but_delta_complete=True)
-    assert torch.equal(bits(got), bits(want if name == "delta" else stale))
+    attempts = (behind_a_late_writer(gpu, name, all_but_delta_complete=True) for _ in range(ATTEMPTS))
+    if name == "delta":
+        assert all(torch.equal(bits(got), bits(want)) for got, want, _ in attempts)
+    else:
+        assert any(torch.equal(bits(got), bits(stale)) for got, _, stale in attempts)
 
 
 def test_calls_back_to_back_on_one_prefix_and_its_blocks(gpu):

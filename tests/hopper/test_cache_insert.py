@@ -167,11 +167,17 @@ def test_any_argument_may_come_from_the_launch_before(name, gpu):
     assert torch.equal(got, want)
 
 
+ATTEMPTS = 10  # of the promise: other work on the GPU may keep two launches apart
+
+
 @pytest.mark.parametrize("name", [name for name in module.NAMES if name != "cache"])
 def test_by_the_promise_the_weights_are_read_at_once(name, gpu):
     """So the late writer is late; and everything else is waited for."""
-    got, want, stale = behind_a_late_writer(gpu, name, weights_complete=True)
-    assert torch.equal(got, stale if name == "w_kva" else want)
+    attempts = (behind_a_late_writer(gpu, name, weights_complete=True) for _ in range(ATTEMPTS))
+    if name == "w_kva":
+        assert any(torch.equal(got, stale) for got, _, stale in attempts)
+    else:
+        assert all(torch.equal(got, want) for got, want, _ in attempts)
 
 
 def x_in_order(x):

@@ -347,12 +347,18 @@ def test_any_argument_may_come_from_the_launch_before(name, schedule, rows, gpu)
     assert equal(got, want)
 
 
+ATTEMPTS = 10  # of the promise: other work on the GPU may keep two launches apart
+
+
 @pytest.mark.parametrize(("schedule", "rows"), [("small", 2), ("tiled", 9)])
 @pytest.mark.parametrize("name", READ)
 def test_by_the_promise_the_weights_are_read_at_once(name, schedule, rows, gpu):
     """So the late writer is late; and everything else is waited for."""
-    got, want, stale = behind_a_late_writer(gpu, name, schedule, rows, weights_complete=True)
-    assert equal(got, stale if name in WEIGHTS else want)
+    attempts = (behind_a_late_writer(gpu, name, schedule, rows, weights_complete=True) for _ in range(ATTEMPTS))
+    if name in WEIGHTS:
+        assert any(equal(got, stale) for got, _, stale in attempts)
+    else:
+        assert all(equal(got, want) for got, want, _ in attempts)
 
 
 # Decode context parallelism.
