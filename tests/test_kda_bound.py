@@ -1,4 +1,4 @@
-"""KDA's derived bounds, as candidates of no schedule meet them: legal kernels of other forms pass every judged case,
+"""KDA's derived bounds, as candidates of no schedule meet them: legal kernels of other forms are within them,
 kernels that keep, read or decay the state wrongly do not."""
 
 from collections.abc import Callable, Iterator
@@ -185,17 +185,19 @@ def kept(case: goldens.Case, golden: Tensors) -> goldens.case.Kernel:
 
 
 def refusing(stored: dict, candidate: Callable[[Tensors, Any], Tensors]) -> list[str]:
-    """The judged cases that a candidate fails."""
+    """The judged cases of which a candidate has elements beyond their bound."""
     failed = []
     for case, golden, kernel in stored.values():
         outputs = candidate({n: x.clone() for n, x in select(golden, "in/").items()}, dict(case.params))
-        if not all(verdict.passed for verdict in judge(kernel, case, golden, outputs, None)):
+        if any(verdict.failing for verdict in judge(kernel, case, golden, outputs, None)):
             failed.append(case.name)
     return failed
 
 
 @pytest.mark.parametrize("candidate", LEGAL.values(), ids=LEGAL)
-def test_a_legal_kernel_of_another_form_passes_every_judged_case(stored: dict, candidate: Callable) -> None:
+def test_a_legal_kernel_of_another_form_is_within_the_bound_of_every_judged_case(
+    stored: dict, candidate: Callable
+) -> None:
     assert refusing(stored, candidate) == []
 
 
