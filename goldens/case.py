@@ -70,7 +70,8 @@ class Variant:
 
     inputs: tensors, or a function that makes them of the outputs of the variant before. graph: recorded in a CUDA graph
     on other numbers and replayed on these. may_refuse: a ValueError is an answer too. not_owed_by: schedules whose
-    definition does not promise it.
+    definition does not promise it. batch: the same sequence, row or token in another batch, which a candidate that
+    declares itself not batch-invariant owes within the bound alone.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Variant:
     graph: bool = False
     may_refuse: bool = False
     not_owed_by: tuple[str, ...] = ()
+    batch: bool = False
 
 
 @dataclass(frozen=True)

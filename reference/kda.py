@@ -49,7 +49,7 @@ LOG2_E = 1.4426950408889634
 MAX_LOWER_BOUND = 5.0
 SEGMENTS = (64, 416, 512)  # tokens
 STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CPU_PREPARED_ELEMS, CUDA_PREPARED_ELEMS = 1 << 19, 1 << 25  # of one operand, prepared at a time
+CPU_PREPARED_ELEMS, CUDA_PREPARED_ELEMS = 1 << 15, 1 << 25  # of one operand, prepared at a time: a CPU's cache
 
 _BY_TOKEN = ("q", "k", "v", "g", "beta")
 _REQUIRED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")

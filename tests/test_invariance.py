@@ -57,7 +57,8 @@ def test_exact_models_have_every_property(case_id: str) -> None:
         assert len(tried) >= 4
 
 
-KDA = [case for case in goldens.KERNELS["kda"].cases if case.committed]
+SLOW = ("around-64", "beyond-416", "beyond-512")  # tests/test_kda_properties.py has shorter ones of these schedules
+KDA = [c for c in goldens.KERNELS["kda"].cases if c.committed and not any(name in c.name for name in SLOW)]
 
 
 @pytest.mark.parametrize("case", KDA, ids=lambda case: case.id)

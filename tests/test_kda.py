@@ -658,7 +658,7 @@ def test_places_are_those_of_the_accumulators() -> None:
 @pytest.fixture(scope="module")
 def stored() -> dict[str, dict[str, Tensor]]:
     manifest = store.read_manifest()
-    return {case.id: store.load(case, manifest) for case in COMMITTED}
+    return {case.id: store.load(case, manifest) for case in COMMITTED if "chunk16" in case.schedules}
 
 
 ORIGINAL = {
@@ -802,7 +802,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 def failing(stored: dict) -> Iterator[goldens.Case]:
     """The committed cases whose bits the reference does not give now, one by one."""
-    for case in COMMITTED:
+    for case in (case for case in COMMITTED if case.id in stored):
         tensors = stored[case.id]
         got = exact(select(tensors, "in/"), case.params, "chunk16")
         want = select(tensors, "exact/chunk16/")
