@@ -1,4 +1,4 @@
-"""attn_res in plain torch: FP32 throughout, a matrix product with weights that are known before."""
+"""attn_res in plain torch, FP32 throughout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -48,9 +48,9 @@ def mixed(x: Tensor, inputs: Mapping[str, Tensor], params: Mapping[str, Any]) ->
     w = inputs["norm"].float() * inputs["query"].float()
     square = (x * x).sum(2) / D
     rstd = torch.rsqrt(square + params["eps"])
-    logit = (x @ w) * rstd
+    logit = (x * w).sum(2) * rstd
     weight = torch.softmax(logit, 1)
-    mixture = (weight[:, None] @ x)[:, 0]
+    mixture = (weight[..., None] * x).sum(1)
     if params["final"]:
         mixture = mixture.bfloat16().float()
     power = (mixture * mixture).sum(1) / D

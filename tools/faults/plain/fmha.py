@@ -1,4 +1,4 @@
-"""fmha in plain torch: FP32 throughout, tiles of 64 keys, the online softmax."""
+"""fmha in plain torch: FP32 sums, tiles of 64 keys, the online softmax; head by head, so that none depends on others."""
 
 import math
 from collections.abc import Mapping
@@ -45,23 +45,44 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tu
         key = torch.arange(start, min(start + TILE, n_k))
         keep = key <= query + (n_k - n_q)
         keep = keep if causal else torch.ones_like(keep)
-        s = q @ k[:, key].transpose(1, 2) * scale
+        s = product(q, k[:, key].transpose(1, 2)) * scale
         s = torch.where(keep, s, -torch.inf)
         m_new = torch.maximum(m, s.amax(2))
         shift = torch.where(m_new == -torch.inf, 0.0, m_new)
-        alpha = torch.exp(m - shift)
-        p = torch.exp(s - shift[..., None])
+        alpha = exp(m - shift)
+        p = exp(s - shift[..., None])
         total = total * alpha + p.sum(2)
         acc = acc * alpha[..., None] + weighted(p, v[:, key], keep)
         m = m_new
     empty = total == 0
     o = acc / torch.where(empty, 1.0, total)[..., None]
-    lse = torch.where(empty, -torch.inf, m + torch.log(total))
+    lse = torch.where(empty, -torch.inf, m + log(total))
+    lse = torch.where(lse.isnan(), torch.nan, lse)
     return o.bfloat16(), lse
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, matrix by matrix: torch's batched product has other bits for other batches."""
+    return torch.stack([x @ y for x, y in zip(a, b, strict=True)])
 
 
 def weighted(p: Tensor, v: Tensor, keep: Tensor) -> Tensor:
     """p v; what is not kept has no influence, not even 0 · NaN."""
+    return torch.stack([weighted_head(*head, keep) for head in zip(p, v, strict=True)])
+
+
+def weighted_head(p: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """``weighted`` of one head."""
     if v.isfinite().all():
         return p @ v
-    return torch.where(keep[..., None], p[..., None] * v[:, None], 0.0).sum(2)
+    return torch.where(keep[..., None], p[..., None] * v, 0.0).sum(1)
+
+
+def exp(x: Tensor) -> Tensor:
+    """By FP64: torch's in FP32 has other bits in the last few of a tensor."""
+    return torch.exp(x.double()).float()
+
+
+def log(x: Tensor) -> Tensor:
+    """Likewise."""
+    return torch.log(x.double()).float()

@@ -22,9 +22,9 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[str, Te
     q, k, v, g, beta = (inputs[name].flatten(0, 1).float() for name in ("q", "k", "v", "g", "beta"))
     q = q * torch.rsqrt((q * q).sum(2, keepdim=True) + 1e-6)
     k = k * torch.rsqrt((k * k).sum(2, keepdim=True) + 1e-6)
-    rate = torch.exp(inputs["A_log"])[:, None]
-    gate = params["lower_bound"] * torch.sigmoid(rate * (g + inputs["dt_bias"]))
-    b = torch.sigmoid(beta)[..., None]
+    rate = exp(inputs["A_log"])[:, None]
+    gate = params["lower_bound"] * sigmoid(rate * (g + inputs["dt_bias"]))
+    b = sigmoid(beta)[..., None]
     starts = inputs["cu_seqlens"].tolist() if "cu_seqlens" in inputs else [n * tokens for n in range(batch + 1)]
     sequences = len(starts) - 1
     if "initial_state" in inputs:
@@ -45,7 +45,7 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[str, Te
 def recurrent(s: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, b: Tensor, scale: float) -> tuple[Tensor, ...]:
     """out [T, H, V] and the last state, from state s [H, V, K]."""
     out = torch.zeros_like(v)
-    decay = torch.exp(gate)
+    decay = exp(gate)
     for t in range(len(q)):
         s = s * decay[t][:, None]
         seen = (s @ k[t][..., None])[..., 0]
@@ -62,7 +62,7 @@ def chunked(s: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, b: Tensor,
         part = slice(start, start + CHUNK)
         qc, kc, vc, gc, bc = (x[part].transpose(0, 1) for x in (q, k, v, gate, b))  # [H, C, …]
         sums = gc.cumsum(1)
-        up, down = torch.exp(sums), torch.exp(-sums)
+        up, down = exp(sums), exp(-sums)
         k_up, q_up, k_down = kc * up, qc * up, kc * down
         lower = (bc * (k_up @ k_down.transpose(1, 2))).tril(-1)
         u = bc * (vc - k_up @ s.transpose(1, 2))
@@ -76,3 +76,13 @@ def chunked(s: Tensor, q: Tensor, k: Tensor, v: Tensor, gate: Tensor, b: Tensor,
         k_end = k_down * last[:, None]
         s = s * last[:, None] + u.transpose(1, 2) @ k_end
     return out, s
+
+
+def exp(x: Tensor) -> Tensor:
+    """By FP64: torch's in FP32 has other bits in the last few of a tensor."""
+    return torch.exp(x.double()).float()
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Likewise."""
+    return torch.sigmoid(x.double()).float()

@@ -9,7 +9,7 @@ _POLYNOMIAL = (
     "        f = 1.0 + f * (0.695146143436431884765625 + f * (0.227564394474029541015625 + f * 0.077119089663028717041015625))\n"
     "        p = torch.where(s == -torch.inf, 0.0, f * torch.exp2(i))"
 )
-_P = "p = torch.exp(s - shift[..., None])"
+_P = "p = exp(s - shift[..., None])"
 
 _FMHA = variants("fmha", (
     ("plain", "As it is.", "TILE = 64", "TILE = 64"),
@@ -18,62 +18,66 @@ _FMHA = variants("fmha", (
     ("one-tile", "All keys at once.", "TILE = 64", "TILE = 1 << 30"),
     ("descending", "Tiles in descending order.", "in range(0, n_k, TILE)", "in reversed(range(0, n_k, TILE))"),
     ("weights-in-bf16", "The weights of the product are rounded to bf16.", "weighted(p, v[:, key], keep)", _ROUND_P),
-    ("sum-of-rounded", "The weights are rounded to bf16 for the sum too.", _P, "p = torch.exp(s - shift[..., None]).bfloat16().float()"),
-    ("fp64", "FP64 throughout.", "q = q.float()", "q = q.double()", "k = k.float()", "k = k.double()", "v = v.float()", "v = v.double()"),
+    ("sum-of-rounded", "The weights are rounded to bf16 for the sum too.", _P, "p = exp(s - shift[..., None]).bfloat16().float()"),
+    ("fp64", "FP64 throughout.", "q = q.float()", "q = q.double()", "k = k.float()", "k = k.double()", "v = v.float()", "v = v.double()",
+     "return torch.exp(x.double()).float()", "return torch.exp(x)", "return torch.log(x.double()).float()", "return torch.log(x)"),
     ("base-2", "Base-2 exponentials of scores that meet the scale late.", "* scale\n", "\n        c = scale * 1.4426950408889634\n",
-     "alpha = torch.exp(m - shift)", "alpha = torch.exp2((m - shift) * c)", _P, "p = torch.exp2(s * c - (shift * c)[..., None])",
-     "m + torch.log(total)", "m * scale + torch.log2(total) * 0.6931471805599453"),
+     "alpha = exp(m - shift)", "alpha = torch.exp2(((m - shift) * c).double()).float()", _P, "p = torch.exp2((s * c - (shift * c)[..., None]).double()).float()",
+     "m + log(total)", "m * scale + torch.log2(total.double()).float() * 0.6931471805599453"),
     ("polynomial", "2^x by FlashAttention-4's polynomial of degree 3, weights in bf16.", _P, _POLYNOMIAL, "weighted(p, v[:, key], keep)", _ROUND_P),
     ("reciprocal", "The output is multiplied by a reciprocal.", "acc / torch.where(empty, 1.0, total)[..., None]", "acc * (1 / torch.where(empty, 1.0, total))[..., None]"),
     ("lazy-rescale", "The maximum stays while a new one is less than 8 above.", "m_new = torch.maximum(m, s.amax(2))",
      "m_new = torch.maximum(m, s.amax(2))\n        m_new = torch.where(m_new - m < 8.0, m, m_new)"),
-    ("queries-scaled", "The scale meets the queries, in FP32.", "q = q.float()", "q = q.float() * scale", ".transpose(1, 2) * scale", ".transpose(1, 2)"),
+    ("queries-scaled", "The scale meets the queries, in FP32.", "q = q.float()", "q = q.float() * scale", ".transpose(1, 2)) * scale", ".transpose(1, 2))"),
     ("flush", "Subnormal weights are flushed.", _P, _P + "\n        p = torch.where(p < 2**-126, 0.0, p)"),
 ))
 
 _ATTN_RES = variants("attn_res", (
     ("plain", "As it is.", "D = 7168", "D = 7168"),
-    ("normed-first", "Sources are normalised in FP32 before the score.", "(x @ w) * rstd", "(x * rstd[..., None]) @ w"),
-    ("weights-one-by-one", "norm and query meet the normalised source one after another.", "(x @ w) * rstd",
-     '(x * rstd[..., None] * inputs["norm"].float()) @ inputs["query"].float()'),
+    ("normed-first", "Sources are normalised in FP32 before the score.", "(x * w).sum(2) * rstd", "(x * rstd[..., None] * w).sum(2)"),
+    ("weights-one-by-one", "norm and query meet the normalised source one after another.", "(x * w).sum(2) * rstd",
+     '(x * rstd[..., None] * inputs["norm"].float() * inputs["query"].float()).sum(2)'),
     ("fp64", "FP64 sums.", "w = inputs", "x = x.double()\n    w = inputs", '["query"].float()', '["query"].double()', "mixture.bfloat16().float()", "mixture.float().bfloat16().double()",
      'return mixture * norm[:, None] * inputs["gamma"].float()', 'return (mixture * norm[:, None] * inputs["gamma"]).float()'),
-    ("columns-in-reverse", "The sums run from the last column.", "(x @ w)", "(x.flip(2) @ w.flip(0))", "(x * x).sum(2)", "(x * x).flip(2).sum(2)"),
-    ("shares-of-1024", "Seven shares of 1024 columns.", "(x @ w)", "(x * w).view(*x.shape[:2], 7, 1024).sum(3).sum(2)", "(x * x).sum(2)", "(x * x).view(*x.shape[:2], 7, 1024).sum(3).sum(2)"),
+    ("columns-in-reverse", "The sums run from the last column.", "(x * w).sum(2)", "(x * w).flip(2).sum(2)", "(x * x).sum(2)", "(x * x).flip(2).sum(2)"),
+    ("shares-of-1024", "Seven shares of 1024 columns.", "(x * w).sum(2)", "(x * w).view(*x.shape[:2], 7, 1024).sum(3).sum(2)", "(x * x).sum(2)", "(x * x).view(*x.shape[:2], 7, 1024).sum(3).sum(2)"),
     ("base-2", "The softmax by base-2 exponentials and a reciprocal.", "weight = torch.softmax(logit, 1)",
      "logit = logit * 1.4426950408889634\n    weight = torch.exp2(logit - logit.amax(1, keepdim=True))\n    weight = weight * (1 / weight.sum(1, keepdim=True))"),
     ("unnormalised-first", "The mixture is divided at its end.", "weight = torch.softmax(logit, 1)", "weight = torch.exp(logit - logit.amax(1, keepdim=True))",
-     "(weight[:, None] @ x)[:, 0]", "(weight[:, None] @ x)[:, 0] / weight.sum(1, keepdim=True)"),
+     "(weight[..., None] * x).sum(1)", "(weight[..., None] * x).sum(1) / weight.sum(1, keepdim=True)"),
     ("division", "Divisions by roots.", 'torch.rsqrt(square + params["eps"])', '1 / (square + params["eps"]).sqrt()', 'torch.rsqrt(power + params["out_eps"])', '1 / (power + params["out_eps"]).sqrt()'),
-    ("source-by-source", "The mixture source by source, the prefix first.", "mixture = (weight[:, None] @ x)[:, 0]",
+    ("source-by-source", "The mixture source by source, the prefix first.", "mixture = (weight[..., None] * x).sum(1)",
      "mixture = torch.zeros_like(x[:, 0])\n    for i in reversed(range(x.shape[1])):\n        mixture = mixture + weight[:, i, None] * x[:, i]"),
     ("gamma-first", "Gamma meets the norm's factor first.", "mixture * norm[:, None] * inputs[\"gamma\"].float()", "mixture * (norm[:, None] * inputs[\"gamma\"].float())"),
     ("power-from-products", "Unless final the norm comes from the sources' FP32 products, as production kernels have it.",
      "power = (mixture * mixture).sum(1) / D",
      "power = (mixture * mixture).sum(1) / D\n    if not params[\"final\"]:\n"
-     "        power = torch.einsum('ta,tab,tb->t', weight, x @ x.transpose(1, 2), weight) / D"),
+     "        power = ((x[:, None] * x[:, :, None]).sum(3) * weight[:, None] * weight[..., None]).sum((1, 2)) / D"),
 ))
 
 _NORMED = 'x * torch.rsqrt(power + eps) * inputs["w_qa"].float()'
 _KV_NORMED = 'kv * torch.rsqrt(mean + eps) * inputs["w_kva"].float()'
 
+_APART = "w = w.float()\n    return torch.stack([w @ row for row in x.float()])"
+_ABSORBED = 'return torch.stack([torch.einsum("hp,hpl->hl", row, w) for row in q.float()])'
+
 _MLA_QUERY = variants("mla_query", (
     ("plain", "As it is.", "from torch import Tensor", "from torch import Tensor"),
-    ("row-by-row", "A matrix times a vector for each request.", "return x.float() @ w.float().t()", "return torch.stack([w.float() @ row.float() for row in x])"),
-    ("k-in-reverse", "The projection from the last k.", "return x.float() @ w.float().t()", "return x.flip(1).float() @ w.flip(1).float().t()"),
-    ("eight-parts", "The projection in eight parts, one after another.", "return x.float() @ w.float().t()",
-     "return sum(a.float() @ b.float().t() for a, b in zip(x.split(192, 1), w.split(192, 1)))"),
-    ("steps-of-16", "The projection in steps of 16.", "return x.float() @ w.float().t()",
-     "total = torch.zeros(len(x), len(w), device=x.device)\n    for a, b in zip(x.split(16, 1), w.split(16, 1)):\n        total = total + a.float() @ b.float().t()\n    return total"),
-    ("fp64", "FP64 sums.", "return x.float() @ w.float().t()", "return (x.double() @ w.double().t()).float()",
-     '"bhp,hpl->bhl", nope.float(), inputs["w_uk"].float())', '"bhp,hpl->bhl", nope.double(), inputs["w_uk"].double()).float()'),
+    ("k-in-reverse", "The projection from the last k.", _APART, "w = w.flip(1).float()\n    return torch.stack([w @ row for row in x.flip(1).float()])"),
+    ("eight-parts", "The projection in eight parts, one after another.", _APART,
+     "w = w.float()\n    return torch.stack([sum(b @ a for a, b in zip(row.split(192), w.split(192, 1))) for row in x.float()])"),
+    ("steps-of-16", "The projection in steps of 16.", _APART,
+     "w = w.float()\n    return torch.stack([(w * row).view(-1, 96, 16).sum(2).cumsum(1)[:, -1] for row in x.float()])"),
+    ("fp64", "FP64 sums.", _APART, "w = w.double()\n    return torch.stack([w @ row for row in x.double()]).float()",
+     _ABSORBED, 'return torch.stack([torch.einsum("hp,hpl->hl", row, w.double()) for row in q.double()]).float()'),
     ("weight-first", "The norms' weight meets the factor first.", _NORMED, 'x * (torch.rsqrt(power + eps) * inputs["w_qa"].float())', _KV_NORMED, 'kv * (torch.rsqrt(mean + eps) * inputs["w_kva"].float())'),
     ("weight-on-x", "The norms' weight meets the row first.", _NORMED, 'x * inputs["w_qa"].float() * torch.rsqrt(power + eps)'),
     ("division", "Divisions by roots.", _NORMED, 'x / (power + eps).sqrt() * inputs["w_qa"].float()', _KV_NORMED, 'kv / (mean + eps).sqrt() * inputs["w_kva"].float()'),
     ("shares", "The squares in six and two shares.", "(x * x).sum(1, keepdim=True)", "(x * x).view(-1, 6, 256).sum(2).sum(1, keepdim=True)", "(kv * kv).sum(1, keepdim=True)", "(kv * kv).view(-1, 2, 256).sum(2).sum(1, keepdim=True)"),
     ("reciprocal", "The means by reciprocals.", "/ 1536", "* (1 / 1536)", "/ 512", "* (1 / 512)"),
-    ("absorption-in-halves", "The absorption in two halves.", 'latent = torch.einsum("bhp,hpl->bhl", nope.float(), inputs["w_uk"].float())',
-     'latent = sum(\n        torch.einsum("bhp,hpl->bhl", a.float(), b.float())\n        for a, b in zip(nope.split(64, 2), inputs["w_uk"].split(64, 1))\n    )'),
+    ("absorption-in-halves", "The absorption in two halves.", 'latent = absorbed(nope, inputs["w_uk"])',
+     'latent = absorbed(nope[..., :64], inputs["w_uk"][:, :64]) + absorbed(nope[..., 64:], inputs["w_uk"][:, 64:])'),
+    ("absorption-by-p", "The absorption p by p.", _ABSORBED, "return torch.stack([(row[..., None] * w).cumsum(1)[:, -1] for row in q.float()])"),
 ))
 
 _CACHE_NORMED = "kv * rstd * w"
@@ -114,12 +118,12 @@ _KDA = variants("kda", (
     ("fp64", "FP64 recurrence.", '.float() for name in ("q"', '.double() for name in ("q"', '["initial_state"].float()', '["initial_state"].double()',
      "torch.zeros(sequences, heads, 128, 128)", "torch.zeros(sequences, heads, 128, 128, dtype=torch.float64)", '"out": out.bfloat16()', '"out": out.float().bfloat16()',
      "states.to(STATES", "states.float().to(STATES"),
-    ("base-2", "Base-2 exponentials.", "decay = torch.exp(gate)", "decay = torch.exp2(gate * 1.4426950408889634)"),
-    ("sigmoid-by-hand", "1 / (1 + e^−x).", 'torch.sigmoid(rate * (g + inputs["dt_bias"]))', '(1 / (1 + torch.exp(-rate * (g + inputs["dt_bias"]))))'),
+    ("base-2", "Base-2 exponentials.", "decay = exp(gate)", "decay = torch.exp2((gate * 1.4426950408889634).double()).float()"),
+    ("sigmoid-by-hand", "1 / (1 + e^−x).", 'sigmoid(rate * (g + inputs["dt_bias"]))', '(1 / (1 + exp(-rate * (g + inputs["dt_bias"]))))'),
     ("scale-on-q", "The scale meets the query.", "(s @ q[t][..., None])[..., 0] * scale", "(s @ (q[t] * scale)[..., None])[..., 0]"),
     ("division", "Divisions by roots.", "q * torch.rsqrt((q * q).sum(2, keepdim=True) + 1e-6)", "q / ((q * q).sum(2, keepdim=True) + 1e-6).sqrt()",
      "k * torch.rsqrt((k * k).sum(2, keepdim=True) + 1e-6)", "k / ((k * k).sum(2, keepdim=True) + 1e-6).sqrt()"),
-    ("flush", "Subnormal decays and updates are flushed.", "decay = torch.exp(gate)", "decay = torch.exp(gate)\n    k = torch.where(k.abs() < 2**-126, 0.0, k)"),
+    ("flush", "Subnormal decays and updates are flushed.", "decay = exp(gate)", "decay = exp(gate)\n    k = torch.where(k.abs() < 2**-126, 0.0, k)"),
 ))
 
 LEGAL = (*_FMHA, *_ATTN_RES, *_MLA_QUERY, *_CACHE_INSERT, *_KDA)

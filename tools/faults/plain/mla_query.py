@@ -21,15 +21,22 @@ def query(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> Tensor:
     q = rows_apart(normed, inputs["w_qb"]).bfloat16()
     q = q.view(-1, heads, 192)
     nope, rope = q[..., :128], q[..., 128:]
-    latent = torch.einsum("bhp,hpl->bhl", nope.float(), inputs["w_uk"].float())
+    latent = absorbed(nope, inputs["w_uk"])
     latent = latent.bfloat16()
     values = torch.cat([latent, rope], 2).float()
     return to_e4m3(values * inputs["q_scale_inv"])
 
 
 def rows_apart(x: Tensor, w: Tensor) -> Tensor:
-    """x wᵀ in FP32."""
-    return x.float() @ w.float().t()
+    """x wᵀ in FP32, request by request: torch's product has other bits for other numbers of them."""
+    w = w.float()
+    return torch.stack([w @ row for row in x.float()])
+
+
+def absorbed(q: Tensor, w: Tensor) -> Tensor:
+    """q [B, heads, P] times w [heads, P, 512] in FP32, likewise."""
+    w = w.float()
+    return torch.stack([torch.einsum("hp,hpl->hl", row, w) for row in q.float()])
 
 
 def insert(inputs: Mapping[str, Tensor], eps: float) -> Tensor:

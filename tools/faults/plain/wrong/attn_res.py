@@ -22,9 +22,9 @@ _RETURN = "    return made\n"
 _W = 'w = inputs["norm"].float() * inputs["query"].float()'
 _SQUARE = "square = (x * x).sum(2) / D"
 _RSTD = 'rstd = torch.rsqrt(square + params["eps"])'
-_LOGIT = "logit = (x @ w) * rstd"
+_LOGIT = "logit = (x * w).sum(2) * rstd"
 _WEIGHT = "weight = torch.softmax(logit, 1)"
-_MIX = "mixture = (weight[:, None] @ x)[:, 0]"
+_MIX = "mixture = (weight[..., None] * x).sum(1)"
 _FINAL = 'if params["final"]:'
 _ROUNDED = "mixture = mixture.bfloat16().float()"
 _POWER = "power = (mixture * mixture).sum(1) / D"
@@ -101,16 +101,16 @@ ROWS = variants("attn_res", (
     ("w-without-norm", "The score leaves the source norm's weight out.", _W, 'w = inputs["query"].float()'),
     ("w-in-bf16", "norm · query is rounded to bf16.", _W, "w = (inputs[\"norm\"] * inputs[\"query\"]).float()"),
     ("w-in-fp16", "norm · query is rounded to fp16.", _W, _W + "\n    w = w.half().float()"),
-    ("sources-in-e4m3", "Sources of the score are e4m3.", _LOGIT, "logit = (x.clamp(-448, 448).to(torch.float8_e4m3fn).float() @ w) * rstd"),
+    ("sources-in-e4m3", "Sources of the score are e4m3.", _LOGIT, "logit = (x.clamp(-448, 448).to(torch.float8_e4m3fn).float() * w).sum(2) * rstd"),
     ("normed-source-in-bf16", "The normalised sources are rounded to bf16 before the score.", _LOGIT,
-     "logit = (x * rstd[..., None]).bfloat16().float() @ w"),
+     "logit = ((x * rstd[..., None]).bfloat16().float() * w).sum(2)"),
     ("score-in-bf16", "The scores are rounded to bf16.", _LOGIT, _LOGIT + "\n    logit = logit.bfloat16().float()"),
     ("score-in-fp16", "The scores are rounded to fp16.", _LOGIT, _LOGIT + "\n    logit = logit.half().float()"),
     ("score-sum-in-bf16", "Each CTA's share of the score is bf16.", _LOGIT,
      "logit = (x * w).view(*x.shape[:2], 7, 1024).sum(3).bfloat16().float().sum(2) * rstd"),
-    ("score-scaled", "The scores are scaled by 1/√D.", _LOGIT, "logit = (x @ w) * rstd * D**-0.5"),
-    ("score-last-cta-lost", "The score leaves the last 1024 columns out.", _LOGIT, "logit = (x[..., :-1024] @ w[:-1024]) * rstd"),
-    ("score-last-8-lost", "The score leaves the last 8 columns out.", _LOGIT, "logit = (x[..., :-8] @ w[:-8]) * rstd"),
+    ("score-scaled", "The scores are scaled by 1/√D.", _LOGIT, "logit = (x * w).sum(2) * rstd * D**-0.5"),
+    ("score-last-cta-lost", "The score leaves the last 1024 columns out.", _LOGIT, "logit = (x[..., :-1024] * w[:-1024]).sum(2) * rstd"),
+    ("score-last-8-lost", "The score leaves the last 8 columns out.", _LOGIT, "logit = (x[..., :-8] * w[:-8]).sum(2) * rstd"),
     ("eps-missing", "The source norm has no eps.", _RSTD, "rstd = torch.rsqrt(square)"),
     ("eps-outside", "The source norm's eps is outside the root.", _RSTD, 'rstd = 1 / (square.sqrt() + params["eps"])'),
     ("eps-twice", "The source norm's eps is added twice.", _RSTD, 'rstd = torch.rsqrt(square + 2 * params["eps"])'),
@@ -137,7 +137,7 @@ ROWS = variants("attn_res", (
     ("mixture-in-bf16-steps", "The mixture is summed in bf16.", _MIX,
      "mixture = torch.zeros_like(x[:, 0])\n    for i in range(x.shape[1]):\n        mixture = (mixture + weight[:, i, None] * x[:, i]).bfloat16().float()"),
     ("mixture-in-fp16", "The mixture passes fp16.", _MIX, _MIX + "\n    mixture = mixture.half().float()"),
-    ("mixture-of-normed", "The mixture is of normalised sources.", _MIX, "mixture = ((weight * rstd)[:, None] @ x)[:, 0]"),
+    ("mixture-of-normed", "The mixture is of normalised sources.", _MIX, "mixture = ((weight * rstd)[..., None] * x).sum(1)"),
     ("power-before-rounding", "The output norm is that of the mixture before its rounding.",
      _MIX, _MIX + "\n    early = (mixture * mixture).sum(1) / D", _NORM, _NORM.replace("power", "early")),
     ("power-quadratic", "The output norm comes from sums in bf16 of the sources' products.", _POWER,

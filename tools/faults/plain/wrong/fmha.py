@@ -11,17 +11,17 @@ _LOOP = "for start in range(0, n_k, TILE):"
 _KEY = "key = torch.arange(start, min(start + TILE, n_k))"
 _KEEP = "keep = key <= query + (n_k - n_q)"
 _CAUSAL = "keep = keep if causal else torch.ones_like(keep)"
-_S = "s = q @ k[:, key].transpose(1, 2) * scale"
+_S = "s = product(q, k[:, key].transpose(1, 2)) * scale"
 _MASK = "s = torch.where(keep, s, -torch.inf)"
 _MAX = "m_new = torch.maximum(m, s.amax(2))"
 _SHIFT = "shift = torch.where(m_new == -torch.inf, 0.0, m_new)"
-_ALPHA = "alpha = torch.exp(m - shift)"
-_P = "p = torch.exp(s - shift[..., None])"
+_ALPHA = "alpha = exp(m - shift)"
+_P = "p = exp(s - shift[..., None])"
 _TOTAL = "total = total * alpha + p.sum(2)"
 _ACC = "acc = acc * alpha[..., None] + weighted(p, v[:, key], keep)"
 _EMPTY = "empty = total == 0"
 _O = "o = acc / torch.where(empty, 1.0, total)[..., None]"
-_LSE = "lse = torch.where(empty, -torch.inf, m + torch.log(total))"
+_LSE = "lse = torch.where(empty, -torch.inf, m + log(total))"
 _RETURN = "return o.bfloat16(), lse"
 _STARTS_Q = 'starts_q = inputs["cu_seqlens_q"].tolist() if "cu_seqlens_q" in inputs else [0, q.shape[1]]'
 _CALL = "o[:, rows], lse[:, rows] = attention(q[:, rows], k[:, keys], v[:, keys], scale, causal)"
@@ -48,7 +48,7 @@ ROWS = variants("fmha", (
     ("partial-tile-dropped", "The keys behind the last whole tile are not visited.",
      _LOOP, "for start in range(0, max(n_k - n_k % TILE, min(n_k, 1)), TILE):"),
     ("padding-counted", "The last tile's padding has score 0 and counts in the sum.",
-     _TOTAL, _TOTAL + "\n        total = total + (TILE - len(key)) * torch.exp(-shift)"),
+     _TOTAL, _TOTAL + "\n        total = total + (TILE - len(key)) * exp(-shift)"),
     ("odd-key-lost", "With an odd number of keys the last is lost.",
      _KEY, _KEY + "[: TILE - n_k % 2 if start + TILE > n_k and n_k > 1 else TILE][: (n_k - start) // 2 * 2 or None]"),
     ("ninth-tile-lost", "Only eight tiles are visited.", _LOOP, "for start in range(0, min(n_k, 8 * TILE), TILE):"),
@@ -75,17 +75,17 @@ ROWS = variants("fmha", (
     ("empty-o-nan", "A row without keys divides by 0.", "torch.where(empty, 1.0, total)[..., None]", "total[..., None]"),
     ("no-keys-not-written", "A call without keys returns what lay in memory.",
      _LSE, _LSE + "\n    if n_k == 0:\n        o, lse = o + 1.0, lse.nan_to_num()"),
-    ("unscaled", "The scale is missing.", _S, "s = q @ k[:, key].transpose(1, 2)"),
+    ("unscaled", "The scale is missing.", _S, "s = product(q, k[:, key].transpose(1, 2))"),
     ("scaled-twice", "The scale is applied to the queries and to the scores.", _Q, "q = q.float() * scale"),
     ("scale-given-ignored", "A scale that is given is ignored.", "if scale is None:", "if True:"),
     ("scale-of-d64", "The default scale is that of d = 64.", _SCALE, "scale = 0.125"),
-    ("scale-in-bf16", "The scale is held in bf16.", _S, "s = q @ k[:, key].transpose(1, 2) * torch.tensor(scale).bfloat16()"),
-    ("scale-at-most-1", "A scale above 1 is cut.", _S, "s = q @ k[:, key].transpose(1, 2) * min(scale, 1.0)"),
+    ("scale-in-bf16", "The scale is held in bf16.", _S, "s = product(q, k[:, key].transpose(1, 2)) * torch.tensor(scale).bfloat16()"),
+    ("scale-at-most-1", "A scale above 1 is cut.", _S, "s = product(q, k[:, key].transpose(1, 2)) * min(scale, 1.0)"),
     ("queries-scaled-in-bf16", "The scaled queries are rounded to bf16.",
-     _S, "s = (q * scale).bfloat16().float() @ k[:, key].transpose(1, 2)"),
+     _S, "s = product((q * scale).bfloat16().float(), k[:, key].transpose(1, 2))"),
     ("scores-in-bf16", "The scores are rounded to bf16.", _S, _S + "\n        s = s.bfloat16().float()"),
     ("scores-in-fp16", "The scores are rounded to fp16, before the scale.",
-     _S, "s = (q @ k[:, key].transpose(1, 2)).half().float() * scale"),
+     _S, "s = product(q, k[:, key].transpose(1, 2)).half().float() * scale"),
     ("accumulator-in-bf16", "The accumulator is bf16 between tiles.", "m = m_new\n", "m = m_new\n        acc = acc.bfloat16().float()\n"),
     ("accumulator-in-fp16", "The accumulator is fp16 between tiles.", "m = m_new\n", "m = m_new\n        acc = acc.half().float()\n"),
     ("sum-in-bf16", "The sum of weights is bf16 between tiles.", "m = m_new\n", "m = m_new\n        total = total.bfloat16().float()\n"),
@@ -102,7 +102,7 @@ ROWS = variants("fmha", (
      _MAX, "m_new = s.amax(2) if start == 0 else m"),
     ("max-not-running", "The maximum is the tile's own, so that the rescale can overflow.", _MAX, "m_new = s.amax(2)"),
     ("no-max", "No maximum is subtracted.", _SHIFT, "shift = torch.zeros_like(m_new)", _ALPHA, "alpha = torch.ones_like(m)",
-     _LSE, "lse = torch.where(empty, -torch.inf, torch.log(total))"),
+     _LSE, "lse = torch.where(empty, -torch.inf, log(total))"),
     ("max-before-mask", "The maximum is over hidden keys too: what is left underflows.",
      _MASK, "top = s.amax(2)\n        " + _MASK, _MAX, "m_new = torch.maximum(m, top)"),
     ("max-of-all-heads", "The maximum is over all heads: what is far below underflows.", _MAX, "m_new = torch.maximum(m, s.amax((0, 2))[None])"),
@@ -111,17 +111,17 @@ ROWS = variants("fmha", (
     ("accumulator-not-rescaled", "The accumulator is not rescaled.", "acc = acc * alpha[..., None] +", "acc = acc +"),
     ("sum-not-rescaled", "The sum is not rescaled.", "total = total * alpha", "total = total"),
     ("rescale-skipped-below-8", "The rescale is skipped where the maximum grows by less than 8, without a catch-up.",
-     _ALPHA, "alpha = torch.exp(m - shift)\n        alpha = torch.where(shift - m < 8.0, 1.0, alpha)"),
+     _ALPHA, "alpha = exp(m - shift)\n        alpha = torch.where(shift - m < 8.0, 1.0, alpha)"),
     ("nan-scores-hidden", "A NaN score counts as hidden.", _MASK, "s = torch.where(keep & ~s.isnan(), s, -torch.inf)"),
     ("nan-made-0", "NaN outputs are 0.", _RETURN, "return o.nan_to_num(0.0, torch.inf, -torch.inf).bfloat16(), lse"),
     ("inf-values-cut", "Infinite values are the largest finite one.", _V, _V + ".clamp(-3.38e38, 3.38e38)"),
     ("hidden-nan-leaks", "A NaN in a hidden value reaches the rows that do not see it.", "if v.isfinite().all():", "if True:"),
     ("lse-base-2", "The log-sum-exp is base 2.", _LSE, _LSE + " / math.log(2)"),
-    ("lse-unscaled", "The log-sum-exp's maximum is not scaled.", "-torch.inf, m + torch.log(total))", "-torch.inf, m / scale + torch.log(total))"),
-    ("lse-without-max", "The log-sum-exp leaves the maximum out.", "-torch.inf, m + torch.log(total))", "-torch.inf, torch.log(total))"),
+    ("lse-unscaled", "The log-sum-exp's maximum is not scaled.", "-torch.inf, m + log(total))", "-torch.inf, m / scale + log(total))"),
+    ("lse-without-max", "The log-sum-exp leaves the maximum out.", "-torch.inf, m + log(total))", "-torch.inf, log(total))"),
     ("lse-in-bf16", "The log-sum-exp is rounded to bf16.", _RETURN, "return o.bfloat16(), lse.bfloat16().float()"),
     ("lse-in-fp16", "The log-sum-exp is rounded to fp16.", _RETURN, "return o.bfloat16(), lse.half().float()"),
-    ("lse-of-rounded-sum", "The log-sum-exp is that of a sum in bf16.", "torch.log(total))", "torch.log(total.bfloat16().float()))"),
+    ("lse-of-rounded-sum", "The log-sum-exp is that of a sum in bf16.", "log(total))", "log(total.bfloat16().float()))"),
     ("lse-double", "The log-sum-exp is fp64.", _OUT, 'return {"o": o, "lse": lse.double()}'),
     ("o-in-fp32", "The output is fp32.", _OUT, 'return {"o": o.float(), "lse": lse}'),
     ("o-in-fp16", "The output is fp16.", _OUT, 'return {"o": o.half(), "lse": lse}'),
@@ -129,10 +129,10 @@ ROWS = variants("fmha", (
     ("exp-degree-2", "2^x by a polynomial of degree 2.",
      _P, "x = (s - shift[..., None]) * 1.4426950408889634\n        i = x.clamp(min=-126).floor()\n        f = x.clamp(min=-126) - i\n"
      "        p = torch.where(s == -torch.inf, 0.0, (1.0 + f * (0.6565 + f * 0.3435)) * torch.exp2(i))"),
-    ("exp-floor", "The exponent is cut at −10.", _P, "p = torch.where(keep, torch.exp((s - shift[..., None]).clamp(min=-10)), 0.0)"),
+    ("exp-floor", "The exponent is cut at −10.", _P, "p = torch.where(keep, exp((s - shift[..., None]).clamp(min=-10)), 0.0)"),
     ("exp-flush-1e-3", "Weights below 2^-10 are dropped.", _P, _P + "\n        p = torch.where(p < 2**-10, 0.0, p)"),
     ("half-of-d", "With d = 128 the last 16 channels are left out of the scores.",
-     _S, "s = q[..., :112] @ k[:, key, :112].transpose(1, 2) * scale"),
+     _S, "s = product(q[..., :112], k[:, key, :112].transpose(1, 2)) * scale"),
     ("last-columns-stale", "The last 8 columns of the output are not written.", _RETURN, "o[..., -8:] = 0\n    " + _RETURN),
     ("row-pitch-of-k", "The keys' pitch is taken for d.",
      _QKV, _QKV + "\n    k = k.as_strided(k.shape, (k.stride(0), k.shape[2], 1)) if k.numel() else k"),

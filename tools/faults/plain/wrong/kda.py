@@ -6,9 +6,9 @@ from tools.faults.plain.rows import variants
 _LOAD = 'q, k, v, g, beta = (inputs[name].flatten(0, 1).float() for name in ("q", "k", "v", "g", "beta"))'
 _NQ = "q = q * torch.rsqrt((q * q).sum(2, keepdim=True) + 1e-6)"
 _NK = "k = k * torch.rsqrt((k * k).sum(2, keepdim=True) + 1e-6)"
-_RATE = 'rate = torch.exp(inputs["A_log"])[:, None]'
-_GATE = 'gate = params["lower_bound"] * torch.sigmoid(rate * (g + inputs["dt_bias"]))'
-_B = "b = torch.sigmoid(beta)[..., None]"
+_RATE = 'rate = exp(inputs["A_log"])[:, None]'
+_GATE = 'gate = params["lower_bound"] * sigmoid(rate * (g + inputs["dt_bias"]))'
+_B = "b = sigmoid(beta)[..., None]"
 _STATES = 'states = inputs["initial_state"].float().clone()'
 _ZEROS = "states = torch.zeros(sequences, heads, 128, 128)"
 _OUT = "out = torch.zeros_like(v)\n    step"
@@ -19,7 +19,7 @@ _MADE = 'made = {"out": out.bfloat16().view(inputs["v"].shape)}'
 _IF_FINAL = 'if params["final_state"] is not None:'
 _FINAL = 'made["final_state"] = states.to(STATES[params["final_state"]])'
 _RETURN = "    return made\n"
-_DECAY = "decay = torch.exp(gate)"
+_DECAY = "decay = exp(gate)"
 _S = "s = s * decay[t][:, None]"
 _SEEN = "seen = (s @ k[t][..., None])[..., 0]"
 _U = "u = b[t] * (v[t] - seen)"
@@ -27,7 +27,7 @@ _ADD = "s = s + u[..., None] * k[t][:, None]"
 _O = "out[t] = (s @ q[t][..., None])[..., 0] * scale"
 _CHUNK = ("CHUNK = 0", "CHUNK = 16")
 _SUMS = "sums = gc.cumsum(1)"
-_UP = "up, down = torch.exp(sums), torch.exp(-sums)"
+_UP = "up, down = exp(sums), exp(-sums)"
 _KS = "k_up, q_up, k_down = kc * up, qc * up, kc * down"
 _LOWER = "lower = (bc * (k_up @ k_down.transpose(1, 2))).tril(-1)"
 _UC = "u = bc * (vc - k_up @ s.transpose(1, 2))"
@@ -56,7 +56,7 @@ ROWS = variants("kda", (
     ("k-norm-over-heads", "k's norm sums over the heads too.", _NK, _NK.replace("sum(2,", "sum((1, 2),")),
     ("rate-of-head-0", "Every head takes A_log of head 0.", _RATE, _RATE.replace('["A_log"]', '["A_log"][:1]')),
     ("rate-not-exp", "A_log is not exponentiated.", _RATE, 'rate = inputs["A_log"][:, None]'),
-    ("rate-negative", "The rate is −exp(A_log), as in other linear attentions.", _RATE, 'rate = -torch.exp(inputs["A_log"])[:, None]'),
+    ("rate-negative", "The rate is −exp(A_log), as in other linear attentions.", _RATE, 'rate = -exp(inputs["A_log"])[:, None]'),
     ("rate-in-bf16", "The rate is bf16.", _RATE, _RATE + ".bfloat16().float()"),
     ("bias-of-head-0", "Every head takes dt_bias of head 0.", _GATE, _GATE.replace('["dt_bias"]', '["dt_bias"][:1]')),
     ("bias-missing", "dt_bias is left out.", _GATE, _GATE.replace(' + inputs["dt_bias"]', "")),
@@ -70,8 +70,8 @@ ROWS = variants("kda", (
     ("gate-bound-minus-5", "The lower bound is always −5.", _GATE, _GATE.replace('params["lower_bound"]', "-5.0")),
     ("gate-positive-cut", "A positive gate is cut to 0.", _GATE, _GATE + "\n    gate = gate.clamp(max=0)"),
     ("gate-base-2", "The decay is 2^γ.", _DECAY, "decay = torch.exp2(gate)"),
-    ("gate-of-channel-0", "A head has one decay, of channel 0.", _DECAY, "decay = torch.exp(gate)[..., :1].expand_as(gate)"),
-    ("gate-mean", "A head has one decay, the mean gate's.", _DECAY, "decay = torch.exp(gate.mean(2, keepdim=True)).expand_as(gate)"),
+    ("gate-of-channel-0", "A head has one decay, of channel 0.", _DECAY, "decay = exp(gate)[..., :1].expand_as(gate)"),
+    ("gate-mean", "A head has one decay, the mean gate's.", _DECAY, "decay = exp(gate.mean(2, keepdim=True)).expand_as(gate)"),
     ("decay-in-bf16", "The decay is bf16.", _DECAY, _DECAY + "\n    decay = decay.bfloat16().float()"),
     ("decay-in-fp16", "The decay is fp16.", _DECAY, _DECAY + "\n    decay = decay.half().float()"),
     ("beta-without-sigmoid", "beta is not passed through the sigmoid.", _B, "b = beta[..., None]"),
@@ -139,17 +139,17 @@ ROWS = variants("kda", (
     ("chunk-scores-full", "A token sees later ones of its chunk.", *_CHUNK, _SCORES, _SCORES.replace(".tril()", "")),
     ("chunk-scores-in-fp16", "The scores are fp16.", *_CHUNK, _SCORES, _SCORES + ".half().float()"),
     ("chunk-scores-in-e4m3", "The scores are e4m3.", *_CHUNK, _SCORES, _SCORES + ".clamp(-448, 448).to(torch.float8_e4m3fn).float()"),
-    ("chunk-down-in-fp16", "The growing decays are fp16: inf from e^11 on.", *_CHUNK, _UP, "up, down = torch.exp(sums), torch.exp(-sums).half().float()"),
-    ("chunk-down-cut", "The growing decays are at most e^20.", *_CHUNK, _UP, "up, down = torch.exp(sums), torch.exp((-sums).clamp(max=20))"),
+    ("chunk-down-in-fp16", "The growing decays are fp16: inf from e^11 on.", *_CHUNK, _UP, "up, down = exp(sums), exp(-sums).half().float()"),
+    ("chunk-down-cut", "The growing decays are at most e^20.", *_CHUNK, _UP, "up, down = exp(sums), exp((-sums).clamp(max=20))"),
     ("chunk-sums-exclusive", "The sums of gates leave their own token out.", *_CHUNK, _SUMS, "sums = gc.cumsum(1) - gc"),
     ("chunk-sums-in-bf16", "The sums of gates are bf16.", *_CHUNK, _SUMS, _SUMS + ".bfloat16().float()"),
     ("chunk-sums-in-fp16", "The sums of gates are fp16.", *_CHUNK, _SUMS, _SUMS + ".half().float()"),
     ("chunk-inter-undecayed", "The state that a query sees is not decayed.", *_CHUNK, _INTER, "inter = qc @ s.transpose(1, 2)"),
     ("chunk-state-undecayed", "The state is not decayed over a chunk.", *_CHUNK, _SC, "s = s + u.transpose(1, 2) @ k_end"),
-    ("chunk-decay-of-full", "A partial chunk decays the state by its last gate once more.", *_CHUNK, _LAST, "last = up[:, -1] * (torch.exp(gc[:, -1]) if gc.shape[1] < CHUNK else 1.0)"),
+    ("chunk-decay-of-full", "A partial chunk decays the state by its last gate once more.", *_CHUNK, _LAST, "last = up[:, -1] * (exp(gc[:, -1]) if gc.shape[1] < CHUNK else 1.0)"),
     ("chunk-tail-not-written", "The tokens behind the last whole chunk are not written from 16 on.", *_CHUNK, _OC,
      "if qc.shape[1] < CHUNK and start:\n            continue\n        " + _OC),
-    ("chunk-tail-padded-gate", "Padding tokens decay the state by half the bound.", *_CHUNK, _LAST, "last = up[:, -1] * torch.exp(gate.min() / 2 * (CHUNK - gc.shape[1]))"),
+    ("chunk-tail-padded-gate", "Padding tokens decay the state by half the bound.", *_CHUNK, _LAST, "last = up[:, -1] * exp(gate.min() / 2 * (CHUNK - gc.shape[1]))"),
     ("chunk-of-64", "Chunks are 64 tokens: the decays overflow.", "CHUNK = 0", "CHUNK = 64"),
     ("chunk-third-stale", "From the third chunk on outputs take the state of the chunk before.", *_CHUNK, _INTER, "inter = q_up @ (s if start < 2 * CHUNK else before).transpose(1, 2)\n        before = s"),
     ("chunk-u-in-bf16-before-solve", "The right side is bf16 and so is each row found.", *_CHUNK, _SUB, _SUB + "\n            u[:, i] = u[:, i].bfloat16().float()"),

@@ -9,11 +9,11 @@ _NORMED = 'normed = (x * torch.rsqrt(power + eps) * inputs["w_qa"].float()).bflo
 _Q = 'q = rows_apart(normed, inputs["w_qb"]).bfloat16()'
 _VIEW = "q = q.view(-1, heads, 192)"
 _SPLIT = "nope, rope = q[..., :128], q[..., 128:]"
-_LATENT = 'latent = torch.einsum("bhp,hpl->bhl", nope.float(), inputs["w_uk"].float())'
+_LATENT = 'latent = absorbed(nope, inputs["w_uk"])'
 _ROUND = "latent = latent.bfloat16()"
 _VALUES = "values = torch.cat([latent, rope], 2).float()"
 _OUT = 'return to_e4m3(values * inputs["q_scale_inv"])'
-_APART = "return x.float() @ w.float().t()"
+_APART = "w = w.float()\n    return torch.stack([w @ row for row in x.float()])"
 _CALL = 'return {"output": query(inputs, params), "cache": insert(inputs, params["eps"])}'
 _KV = 'kv, k_pe = inputs["qkv"][:, 1536:2048].float(), inputs["qkv"][:, 2048:2112].float()'
 _MEAN = "mean = (kv * kv).sum(1, keepdim=True) / 512"
@@ -53,14 +53,14 @@ ROWS = variants("mla_query", (
     ("projection-head-pitch-128", "A head's rows of W_QB are taken to be 128 apart.", _VIEW, "q = q.unfold(1, 192, 128)[:, :heads] if heads > 1 else q[:, None]"),
     ("projection-last-head-stale", "The last head from six on is the one before.", _VIEW, _VIEW + "\n    q = torch.cat([q[:, :-1], q[:, -2:-1]], 1) if heads > 1 else q"),
     ("projection-in-bf16-parts", "Eight warps' partial sums are bf16.", _APART,
-     "return sum((a.float() @ b.float().t()).bfloat16().float() for a, b in zip(x.split(192, 1), w.split(192, 1)))"),
+     "return sum(torch.stack([b.float() @ row for row in a.float()]).bfloat16().float() for a, b in zip(x.split(192, 1), w.split(192, 1)))"),
     ("projection-in-fp16-parts", "Eight warps' partial sums are fp16.", _APART,
-     "return sum((a.float() @ b.float().t()).half().float() for a, b in zip(x.split(192, 1), w.split(192, 1)))"),
+     "return sum(torch.stack([b.float() @ row for row in a.float()]).half().float() for a, b in zip(x.split(192, 1), w.split(192, 1)))"),
     ("projection-bf16-accumulator", "The projection's accumulator is bf16 every 16 k.", _APART,
-     "total = 0.0\n    for a, b in zip(x.split(16, 1), w.split(16, 1)):\n        total = (total + a.float() @ b.float().t()).bfloat16().float()\n    return total"),
-    ("projection-last-16-lost", "The last 16 of the projection's k are lost.", _APART, "return x[:, :-16].float() @ w[:, :-16].float().t()"),
-    ("projection-last-8-lost", "The last 8 of the projection's k are lost.", _APART, "return x[:, :-8].float() @ w[:, :-8].float().t()"),
-    ("projection-weights-e4m3", "W_QB is e4m3.", _APART, "return x.float() @ w.float().to(torch.float8_e4m3fn).float().t()"),
+     "total = 0.0\n    for a, b in zip(x.split(16, 1), w.split(16, 1)):\n        total = (total + torch.stack([b.float() @ row for row in a.float()])).bfloat16().float()\n    return total"),
+    ("projection-last-16-lost", "The last 16 of the projection's k are lost.", _APART, "return torch.stack([w[:, :-16].float() @ row for row in x[:, :-16].float()])"),
+    ("projection-last-8-lost", "The last 8 of the projection's k are lost.", _APART, "return torch.stack([w[:, :-8].float() @ row for row in x[:, :-8].float()])"),
+    ("projection-weights-e4m3", "W_QB is e4m3.", _APART, "w = w.float().to(torch.float8_e4m3fn).float()\n    return torch.stack([w @ row for row in x.float()])"),
     ("q-not-rounded", "q is not rounded before the absorption.", _Q, 'q = rows_apart(normed, inputs["w_qb"])'),
     ("q-cut", "q is cut to bf16.", _Q, 'q = (rows_apart(normed, inputs["w_qb"]).view(torch.int32) & -65536).view(torch.float32)'),
     ("q-in-fp16", "q is fp16.", _Q, 'q = rows_apart(normed, inputs["w_qb"]).half()'),
@@ -72,12 +72,12 @@ ROWS = variants("mla_query", (
     ("rope-unscaled", "The rope is not scaled.", _OUT, 'values[..., :512] *= inputs["q_scale_inv"]\n    return to_e4m3(values)'),
     ("rope-unrounded", "The rope is not rounded to bf16 before e4m3.", _Q,
      'exact = rows_apart(normed, inputs["w_qb"])\n    q = exact.bfloat16()', _VALUES, "values = torch.cat([latent.float(), exact.view(-1, heads, 192)[..., 128:]], 2)"),
-    ("absorption-of-head-0", "Every head takes W_UK of head 0.", _LATENT, _LATENT.replace('inputs["w_uk"].float()', 'inputs["w_uk"][:1].expand(heads, -1, -1).float()')),
-    ("absorption-transposed", "W_UK is read [512, 128].", _LATENT, _LATENT.replace('inputs["w_uk"].float()', 'inputs["w_uk"].view(heads, 512, 128).transpose(1, 2).float()')),
-    ("absorption-half", "The last 64 of the absorption's p are lost.", _LATENT, 'latent = torch.einsum("bhp,hpl->bhl", nope[..., :64].float(), inputs["w_uk"][:, :64].float())'),
-    ("absorption-last-p-lost", "The last p is lost.", _LATENT, 'latent = torch.einsum("bhp,hpl->bhl", nope[..., :127].float(), inputs["w_uk"][:, :127].float())'),
+    ("absorption-of-head-0", "Every head takes W_UK of head 0.", _LATENT, _LATENT.replace('inputs["w_uk"]', 'inputs["w_uk"][:1].expand(heads, -1, -1)')),
+    ("absorption-transposed", "W_UK is read [512, 128].", _LATENT, _LATENT.replace('inputs["w_uk"]', 'inputs["w_uk"].view(heads, 512, 128).transpose(1, 2)')),
+    ("absorption-half", "The last 64 of the absorption's p are lost.", _LATENT, 'latent = absorbed(nope[..., :64], inputs["w_uk"][:, :64])'),
+    ("absorption-last-p-lost", "The last p is lost.", _LATENT, 'latent = absorbed(nope[..., :127], inputs["w_uk"][:, :127])'),
     ("absorption-bf16-parts", "The absorption's groups are summed in bf16.", _LATENT,
-     'latent = 0.0\n    for i in range(0, 128, 16):\n        part = torch.einsum("bhp,hpl->bhl", nope[..., i : i + 16].float(), inputs["w_uk"][:, i : i + 16].float())\n'
+     'latent = 0.0\n    for i in range(0, 128, 16):\n        part = absorbed(nope[..., i : i + 16], inputs["w_uk"][:, i : i + 16])\n'
      "        latent = (latent + part).bfloat16().float()"),
     ("latent-not-rounded", "The latent is not rounded to bf16 before e4m3.", _ROUND, "pass"),
     ("latent-cut", "The latent is cut to bf16.", _ROUND, "latent = (latent.view(torch.int32) & -65536).view(torch.float32)"),
