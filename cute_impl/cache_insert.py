@@ -79,7 +79,7 @@ def cache_insert(
     k_scale_inv: Tensor,
     eps: float,
     *,
-    pdl: bool = True,
+    weights_complete: bool = False,
     debug: bool = False,
 ) -> None:
     """Write rows into the cache on an sm_90 GPU, in place.
@@ -87,15 +87,18 @@ def cache_insert(
     kv [B, 512] and k_pe [B, 64] bf16, rows at any multiple of 8 elements; w_kva [512] bf16; cache [pages, page_size,
     576], uint8 or float8_e4m3fn, contiguous; slots [B] int64, page · page_size + offset; k_scale_inv [1] fp32. All at
     multiples of 16 bytes, slots and k_scale_inv of 8 and 4. A row whose slot is outside the cache (−1) is skipped.
-    Two rows of the same slot race: which bytes remain is not defined. pdl: launched with programmatic dependent launch;
-    w_kva is then read before the wait for the predecessor, everything else after it. debug: read the slots back first;
-    ValueError if two rows have the same non-negative one, a RuntimeWarning lists those outside the cache but −1.
+    Two rows of the same slot race: which bytes remain is not defined. weights_complete: the caller's
+    promise that w_kva is complete at launch: not written by the launch before on this stream, nor by those that it may
+    overlap, back to the last ordinary one and including it. It is then read at once, by programmatic dependent launch,
+    while launches before still run; everything else may come from the launch before. Without the promise the kernel
+    starts when all before it on the stream has ended. debug: read the slots back first; ValueError if two rows have the
+    same non-negative one, a RuntimeWarning lists those outside the cache but −1.
 
     ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
     tensors = dict(zip(NAMES, (kv, k_pe, w_kva, cache, slots, k_scale_inv), strict=True))
     checks.check_eps(eps)
-    checks.check_flags(pdl=pdl, debug=debug)
+    checks.check_flags(weights_complete=weights_complete, debug=debug)
     checks.check_forms(
         tensors,
         {
@@ -110,7 +113,7 @@ def cache_insert(
     if debug:
         checks.check_slots(slots, cache)
     runtime.require_hopper(kv.device)
-    torch.ops.goldens.cache_insert(*tensors.values(), float(eps), pdl)
+    torch.ops.goldens.cache_insert(*tensors.values(), float(eps), weights_complete)
 
 
 def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str = "insert") -> dict[str, Tensor]:
@@ -126,11 +129,18 @@ def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str =
 
 @torch.library.custom_op("goldens::cache_insert", mutates_args=("cache",))
 def _cache_insert(
-    kv: Tensor, k_pe: Tensor, w_kva: Tensor, cache: Tensor, slots: Tensor, k_scale_inv: Tensor, eps: float, pdl: bool
+    kv: Tensor,
+    k_pe: Tensor,
+    w_kva: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    k_scale_inv: Tensor,
+    eps: float,
+    weights_complete: bool,
 ) -> None:
     addresses = [Int64(x.data_ptr()) for x in (kv, k_pe, w_kva, cache, slots, k_scale_inv)]
     pitches = [Int64(2 * x.stride(0)) for x in (kv, k_pe)]
-    numbers = (Int32(kv.shape[0]), Int64(cache.shape[0] * cache.shape[1]), Float32(eps), Int32(pdl))
+    numbers = (Int32(kv.shape[0]), Int64(cache.shape[0] * cache.shape[1]), Float32(eps), Int32(weights_complete))
     with torch.cuda.device(kv.device):
         compile_variant()(addresses, pitches, *numbers, runtime.stream())
 

@@ -18,8 +18,9 @@ class Case:
     """A kernel, its dimensions and parameters, a recipe for its inputs and a seed.
 
     ``schedules`` are those whose exact outputs the golden holds. ``exact_only`` says why the model is no judge
-    of this case (None: it is one). ``committed`` cases are in git, the others made on demand. ``whole``: the
-    committed file holds inputs and the model's outputs too, and all rows of every output.
+    of any element of this case (None: it is one of those that have a finite bound). ``committed`` cases are in git,
+    the others made on demand. ``whole``: the committed file holds inputs and the model's outputs too, and all rows of
+    every output.
     """
 
     kernel: str
@@ -81,6 +82,17 @@ class Variant:
     not_owed_by: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Output:
+    """An output of a kernel's interface: its dtype, and what its dimensions are called, in the singular.
+
+    e4m3 may come as bytes too, in uint8.
+    """
+
+    dtype: torch.dtype
+    axes: tuple[str, ...]
+
+
 Property = Callable[[Case, Tensors, Params], list[Variant]]
 
 
@@ -90,9 +102,9 @@ class Kernel:
 
     reference: the module with ``model`` and ``exact``. inputs: case to tensors. bound: the absolute error
     (fp64, one per element of each output) that a schedule, or "model", may have against the oracle before its
-    last rounding; derived where it is written. properties: what it owes bit for bit whatever the schedule, besides
-    ``goldens.invariance.EVERY``. locate: which part of a schedule made an element. formats: the type whose bytes an
-    output of dtype uint8 holds, by the output's name; its model has values.
+    last rounding: infinite where the oracle does not decide what it gives, 0 where it copies an input; derived where
+    it is written. outputs: those of the interface, by parameters. properties: what it owes bit for bit whatever the
+    schedule, besides ``goldens.invariance.EVERY``. locate: which part of a schedule made an element.
     """
 
     name: str
@@ -100,6 +112,6 @@ class Kernel:
     cases: tuple[Case, ...]
     inputs: Callable[[Case], Tensors]
     bound: Callable[[Mapping[str, Tensor], Params, str], Tensors]
+    outputs: Callable[[Params], Mapping[str, Output]]
     properties: tuple[Property, ...] = ()
     locate: Callable[[Case, str, str, tuple[int, ...]], dict[str, int]] = field(default=lambda *_: {})
-    formats: Mapping[str, torch.dtype] = field(default_factory=dict)

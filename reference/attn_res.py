@@ -11,8 +11,8 @@ T tokens, D = 7168 columns, R saved rows a token of which the first ``nb`` are s
 
 Parameters, all required: ``nb`` (0 … 8), ``slots`` (0: delta is a tensor), ``has_delta`` (False: delta *is* the new
 prefix), ``write`` (row of blocks that takes the new prefix, −1: none), ``final`` (the mixture is rounded to bf16
-before its norm), ``eps`` and ``out_eps`` (numbers that fp32 holds, of the source norms and the output norm), ``aux``
-(how many further copies of the new prefix).
+before its norm), ``eps`` and ``out_eps`` (of the source norms and the output norm, rounded to the nearest fp32 number,
+which is normal), ``aux`` (how many further copies of the new prefix).
 
 Outputs, all bf16: output [T, D]; prefix [T, D], the new one; blocks [T, R, D], all of it after the call; aux0, aux1, …
 [T, D]; with a mailbox also delta, the mailbox after the call: every 32-bit word of the rows 0 … T − 1 of each slot is
@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from reference.numerics import portable
-from reference.numerics.formats import canonical_nan, to_bf16
+from reference.numerics.formats import canonical_nan, fp32_number, to_bf16
 from reference.numerics.ieee import add_rn, fma_rn, max_f32, mul_rn, rcp_rn, require_subnormals, sub_rn
 from reference.numerics.mufu import ex2_approx_ftz, rsqrt_approx_ftz
 from reference.numerics.order import butterfly, chain_add, chain_fma, pairwise, strided
@@ -44,6 +44,7 @@ CTAS, WARPS, LANES, COLUMNS = 7, 4, 32, 8  # of a cluster, of a CTA, of a warp, 
 THREADS = CTAS * WARPS * LANES
 SENTINEL = -0x80000000  # 0x80000000 as int32: the bf16 pair (+0, −0)
 LOG2_E = 1.4426950408889634
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 
 _TENSORS = ("delta", "prefix", "blocks", "norm", "query", "gamma")
 _PARAMS = ("nb", "slots", "has_delta", "write", "final", "eps", "out_eps", "aux")
@@ -70,12 +71,19 @@ def _check_params(params: Params) -> None:
         if not (whole and value >= low and (high is None or value <= high)):
             limits = f"from {low} on" if high is None else f"{low} … {high}"
             raise ValueError(f"{name}: got {value!r}, allowed are whole numbers {limits}")
-    fp32 = torch.finfo(torch.float32)
-    for name in ("eps", "out_eps"):
-        value = params[name]
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and fp32.tiny <= value <= fp32.max
-        if not number or torch.tensor(value, dtype=torch.float32).item() != value:
-            raise ValueError(f"{name}: got {value!r}, allowed is an fp32 number from {fp32.tiny} to {fp32.max}")
+    epsilons(params)
+
+
+def epsilons(params: Params) -> tuple[float, float]:
+    """eps and out_eps as every schedule and precision takes them: the nearest fp32 numbers.
+
+    ValueError if one is not normal.
+    """
+    eps, out_eps = (fp32_number(name, params[name]) for name in ("eps", "out_eps"))
+    for name, value in (("eps", eps), ("out_eps", out_eps)):
+        if value < _SMALLEST_NORMAL:
+            raise ValueError(f"{name}: got {params[name]!r}, allowed is a number from {_SMALLEST_NORMAL} on")
+    return eps, out_eps
 
 
 def _check_tensors(inputs: Mapping[str, Tensor], params: Params) -> None:
@@ -148,7 +156,7 @@ def model(inputs: Mapping[str, Tensor], params: Params, dtype: torch.dtype = tor
     p, blocks = new_prefix(inputs, params), inputs["blocks"]
     w = inputs["norm"].to(dtype) * inputs["query"].to(dtype)
     gamma = inputs["gamma"].to(dtype)
-    eps, out_eps, width = (torch.tensor(x, dtype=dtype, device=p.device) for x in (params["eps"], params["out_eps"], D))
+    eps, out_eps, width = (torch.tensor(x, dtype=dtype, device=p.device) for x in (*epsilons(params), D))
     output = torch.empty(p.shape, dtype=dtype, device=p.device)
     for part in _parts(p):
         # [t, nb + 1, D]
@@ -231,7 +239,7 @@ def _cluster7(inputs: Mapping[str, Tensor], params: Params, p: Tensor, direct: b
     """
     w = mul_rn(_threads(inputs["norm"]), _threads(inputs["query"]))
     gamma = _threads(inputs["gamma"])
-    eps, out_eps = (_fp32(params[name], p.device) for name in ("eps", "out_eps"))
+    eps, out_eps = (_fp32(x, p.device) for x in epsilons(params))
     output = torch.empty_like(p)
     for part in _parts(p):
         x, last = _threads(inputs["blocks"][part, : params["nb"]]), _threads(p[part])

@@ -412,15 +412,36 @@ def test_inputs_must_be_the_interfaces() -> None:
         ({"aux": -1}, "aux: got -1, allowed are whole numbers 0 … 64"),
         ({"has_delta": 1}, "has_delta: got 1, allowed are True and False"),
         ({"final": None}, "final: got None, allowed are True and False"),
-        ({"eps": 0.0}, "eps: got 0.0, allowed is an fp32 number from 1.17"),
-        ({"eps": 1e-6}, "eps: got 1e-06, allowed is an fp32 number"),
-        ({"out_eps": math.nan}, "out_eps: got nan, allowed is an fp32 number"),
+        ({"eps": 0.0}, "eps: got 0.0, allowed is a number from 1.17"),
+        ({"eps": 1e-40}, "eps: got 1e-40, allowed is a number from 1.17"),
+        ({"eps": 1e39}, "eps: got 1e\\+39, allowed is a finite number"),
+        ({"out_eps": math.nan}, "out_eps: got nan, allowed is a finite number"),
         ({"slots": 2}, r"delta: got shape \(1, 7168\), allowed is \[slots, capacity, D\]"),
     ],
 )
 def test_parameters_outside_the_interface_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attn_res.exact(flat(), {**PLAIN, **given}, "cluster7")
+
+
+@pytest.mark.parametrize("nb", [0, 1])
+def test_epsilons_are_rounded_to_fp32_wherever_they_are_used(nb: int) -> None:
+    """1e-6 and 1e-5 are no fp32 numbers; in the oracle the difference would show."""
+    case = case_of(nb, 1, "normal")
+    x = room.inputs(case)
+    for name in ("blocks", "prefix", "delta"):
+        x[name] = to_bf16(x[name].float() * 2.0**-12)
+    given, held = case.params | {"eps": 1e-6, "out_eps": 1e-5}, case.params | {"eps": E6, "out_eps": E5}
+    beside = {n: np.nextafter(held[n], 1.0).item() for n in ("eps", "out_eps")}
+    assert attn_res.epsilons(given) == (E6, E5) != (1e-6, 1e-5)
+    for dtype in (torch.float32, torch.float64):
+        got, want = (attn_res.model(x, params, dtype)["output"] for params in (given, held))
+        assert torch.equal(got, want)
+        assert torch.equal(attn_res.model(x, held | beside, dtype)["output"], want)
+    for schedule in SCHEDULES:
+        got, want = (attn_res.exact(x, params, schedule)["output"] for params in (given, held))
+        assert torch.equal(bits(got), bits(want))
+        assert torch.equal(room.bound(x, given, schedule)["output"], room.bound(x, held, schedule)["output"])
 
 
 def test_a_missing_parameter_is_named() -> None:

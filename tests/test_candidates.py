@@ -594,7 +594,7 @@ def test_the_plugin_works_over_workers(module: Path) -> None:
     done = plugin(module.parent, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     committed = sum(case.committed for case in goldens.KERNELS["cache_insert"].cases)
-    assert f"{committed - 2} passed, 2 skipped" in done.stdout
+    assert f"{committed} passed" in done.stdout
 
 
 def test_reports_list_what_is_not_supported(module: Path, tmp_path: Path) -> None:

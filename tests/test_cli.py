@@ -358,8 +358,16 @@ def test_a_report_on_nothing_is_no_success() -> None:
 
 def test_report_says_what_is_judged_against_exact_alone(tmp_path: Path) -> None:
     path = tmp_path / "r.md"
-    assert run("report", "--case", "fmha/d64-causal-n128-nan", "--markdown", path).exit_code == 0
-    assert "- fmha/d64-causal-n128-nan: judged against exact alone: k2 visits masked keys" in path.read_text()
+    case = "kda/t131-scan-from-bf16-lb-0.0625-normal"
+    assert run("report", "--case", case, "--markdown", path).exit_code == 0
+    assert f"- {case}: judged against exact alone: what does not decay keeps every chunk's error" in path.read_text()
+
+
+def test_report_says_how_many_elements_the_model_judged_and_left_out() -> None:
+    result = run("report", "--case", "fmha/d64-causal-n128-nan")
+    words = "8,192 elements compared bit for bit, 8,065 judged by the model, which does not decide on 127"
+    assert words in " ".join(result.stdout.split())
+    assert "model decides on 8,065 of 8,192" in " ".join(result.stdout.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -604,12 +612,13 @@ def test_doctor_names_what_is_wrong_with_its_remedy(monkeypatch: pytest.MonkeyPa
 def test_show() -> None:
     result = run("show", "fmha/d64-causal-n128-nan")
     assert result.exit_code == 0
-    first, note, *rows = result.stdout.splitlines()
+    first, *rows = result.stdout.splitlines()
     identity, _, description = first.partition(": ")
     assert (identity, json.loads(description)["recipe"]) == ("fmha/d64-causal-n128-nan", "nan")
-    assert note == "judged against exact alone: k2 visits masked keys, and 0 · NaN is NaN"
     assert [row.split()[:5] for row in rows if "in/q" in row] == [["in/q", "bfloat16", "[1,", "128,", "64]"]]
     assert all("1 NaN" in row for row in rows if "in/" in row)
+    note = run("show", "kda/t131-scan-from-bf16-lb-0.0625-normal").stdout.splitlines()[1]
+    assert note.startswith("judged against exact alone: what does not decay keeps every chunk's error")
 
 
 def test_diff_of_equal_files() -> None:

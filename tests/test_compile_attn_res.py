@@ -239,7 +239,10 @@ REFUSALS = {
     "has_delta": ({}, {"has_delta": 1}, r"has_delta: got 1, allowed are True and False"),
     "final": ({}, {"final": None}, r"final: got None, allowed are True and False"),
     "eps": ({}, {"eps": 0.0}, r"eps: got 0.0, allowed is a number from"),
+    "eps subnormal": ({}, {"eps": 1e-40}, r"eps: got 1e-40, allowed is a number from"),
+    "eps too large": ({}, {"eps": 10**400}, r"eps: got 10+, allowed is a number from"),
     "out_eps": ({}, {"out_eps": float("nan")}, r"out_eps: got nan, allowed is a number from"),
+    "promise": ({}, {"all_but_delta_complete": 1}, r"all_but_delta_complete: got 1, allowed are True and False"),
     "polls": ({}, {"polls": -1}, r"polls: got -1, allowed are 0"),
     "schedule": ({}, {"schedule": "cluster8"}, r"schedule: got 'cluster8', allowed are cluster7, cluster7_direct"),
     "out": ({}, {"out": zeros(2, D - 8)}, r"out: got width 7160"),
@@ -271,6 +274,13 @@ def test_written_rows_must_not_overlap_each_other():
         module.attn_res(**tensors(blocks=zeros(1, 3, D).expand(2, 3, D)), write=0)
     with pytest.raises(RuntimeError, match="sm_90"):
         module.attn_res(**tensors(blocks=zeros(1, 3, D).expand(2, 3, D)))
+
+
+def test_epsilons_need_not_be_fp32_numbers():
+    with pytest.raises(RuntimeError, match="sm_90"):  # accepted; there is no GPU here
+        module.attn_res(**tensors(), eps=1e-6, out_eps=1e-5)
+    for value in (1e-6, 1e-5):
+        assert module._normal_fp32("eps", value) == torch.tensor(value, dtype=torch.float32).item() != value
 
 
 def test_without_a_gpu():

@@ -320,7 +320,7 @@ QUERY_REFUSALS = {
         r"qkv: got B = 6, schedule small takes 1 … 5 with 1 heads",
     ),
     "q_b_cp_async": ({"q_b_cp_async": 1}, r"q_b_cp_async: got 1, allowed are True and False"),
-    "pdl": ({"pdl": 0}, r"pdl: got 0, allowed are True and False"),
+    "weights_complete": ({"weights_complete": 0}, r"weights_complete: got 0, allowed are True and False"),
     "out": ({"out": zeros(2, 1, 512, dtype=torch.uint8)}, r"out: got shape \(2, 1, 512\), allowed is \[2, 1, 576\]"),
     "out dtype": ({"out": zeros(2, 1, 576)}, r"out: got torch.bfloat16, allowed is torch.uint8"),
     "slot twice": ({"slots": torch.tensor([7, 7]), "debug": True}, r"slots: rows 0, 1 all have slot 7, and would race"),

@@ -1,11 +1,14 @@
-"""What the assembler makes of each tensor-core form: the model of an expanded one is of its expansion."""
+"""What the assembler makes of each tensor-core form: the model of an expanded one is of its expansion. And the late
+writer: its successor may start before it waits, and it writes after that."""
 
 import re
 from collections import Counter
 
 import pytest
+import torch
 
 from cute_impl.probes import compile_mma
+from cute_impl.probes_launch import compile_write_late, write_late
 from cute_impl.probes_wgmma import compile_wgmma
 from tools.disassemble import sass
 
@@ -30,3 +33,24 @@ def test_the_assembler_expands_as_modelled(name, tmp_path):
         n: count for n, count in found.items() if "MMA" in n and n.split(".")[0] in ("HMMA", "HGMMA", "QGMMA")
     } == products
     assert found["FADD"] == additions
+
+
+def test_the_late_writer_lets_its_successor_start_first(tmp_path):
+    text = sass(compile_write_late(f"--keep-cubin --dump-dir={tmp_path}").__cubin__)
+    order = re.findall(r"(PREEXIT|NANOSLEEP|STG\.E|ACQBULK)", text)
+    assert set(order) == {"PREEXIT", "NANOSLEEP", "STG.E"}
+    assert order[0] == "PREEXIT"
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "message"),
+    [
+        (torch.zeros(4, 2).t(), torch.zeros(2, 4), r"target: got strides \(1, 2\) for shape \(2, 4\)"),
+        (torch.zeros(4), torch.zeros(4, 2)[:, 0], r"source: got strides \(2,\)"),
+        (torch.zeros(4), torch.zeros(3), "target: got 16 bytes for 12"),
+        (torch.zeros(3, dtype=torch.int16), torch.zeros(3, dtype=torch.int16), "target: got 6 bytes for 6, .* of 4"),
+    ],
+)
+def test_the_late_writer_refuses_what_it_cannot_copy(target, source, message):
+    with pytest.raises(ValueError, match=message):
+        write_late(target, source)

@@ -15,6 +15,7 @@ import pytest
 import goldens
 from reference import fmha
 from tools.faults import gpu, report, trial
+from tools.faults.fresh import FRESH
 from tools.faults.patch import ROOT, Edit, Fault, PatchError, edited, imported, tree
 from tools.faults.planted import KERNELS, MODELS
 
@@ -29,11 +30,20 @@ def bench() -> trial.Bench:
 
 def test_the_registry() -> None:
     """As many as are asked for, each of its own name; every schedule's goldens and every kernel's source are in it."""
-    for faults in (MODELS, KERNELS):
+    for faults in (MODELS, KERNELS, FRESH):
         assert max(Counter(fault.id for fault in faults).values()) == 1
     rooms = Counter(fault.id.partition("/")[0] for fault in MODELS)
     assert all(rooms[room] >= least for room, least in LEAST.items())
     assert {fault.kernel for fault in KERNELS} == set(goldens.KERNELS)
+
+
+@pytest.mark.parametrize("fault", FRESH, ids=lambda fault: fault.id)
+def test_a_fresh_fault_fits_the_source(fault: Fault) -> None:
+    """Each an edit of its own that still is Python; whether a golden notices it is measured, not demanded."""
+    for path, source in edited(fault.edits).items():
+        assert source != path.read_text()
+        compile(source, str(path), "exec")
+    assert trial.cases_of(fault)
 
 
 SOUND = sorted({(f.case_id, f.schedule) for f in FAULTS.values()})

@@ -171,7 +171,8 @@ def test_grouped_heads_are_repeated_heads() -> None:
     assert torch.equal(got["lse"], want["lse"])
 
 
-JUDGED = [case for case in KERNEL.cases if case.committed and case.exact_only is None]
+# Those of whose elements the oracle decides on all.
+JUDGED = [case for case in KERNEL.cases if case.committed and case.recipe not in ("nan", "inf", "bits", "overflow")]
 
 
 def assert_model_within(x: dict[str, Tensor], params: dict, got: dict[str, Tensor], oracle: dict[str, Tensor]) -> None:

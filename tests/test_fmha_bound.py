@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 import goldens
-from goldens import fmha, store
+from goldens import store
 from goldens.compare import Verdict
+from goldens.fmha import bounds
 from goldens.judge import judge, select
 from reference.fmha import scale_of, visible
 from reference.numerics.formats import to_bf16
 
 KERNEL = goldens.KERNELS["fmha"]
-JUDGED = {c.name: c for c in KERNEL.cases if c.committed and c.exact_only is None and "n_q0" not in c.dims}
+LEFT_OUT = ("nan", "inf", "bits", "overflow")  # recipes of which the oracle does not decide on all
+JUDGED = {c.name: c for c in KERNEL.cases if c.committed and c.recipe not in LEFT_OUT and "n_q0" not in c.dims}
 TELLING = "d128-causal-n64-wide"  # where one or two keys decide, so that nothing averages out
 Rounding = Callable[[Tensor], Tensor]
 
@@ -106,5 +108,5 @@ def test_one_rounding_more_fails(roundings: dict[str, Rounding]) -> None:
 def test_half_the_weights_rounding_would_fail_a_legal_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16 keeps 8 bits, so half an ULP of 1 is 2^-8: with 2^-9 in its place the attention above would not pass."""
     assert bf16(torch.tensor(1 + 2.0**-8)).item() == 1.0
-    monkeypatch.setattr(fmha, "_BF16_OVER_FP32", 2.0**15)
+    monkeypatch.setattr(bounds, "_BF16_OVER_FP32", 2.0**15)
     assert not verdict(TELLING).passed

@@ -194,3 +194,36 @@ def test_canonical_nan():
     patterns = torch.tensor([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7F800000, 0xFF800000, 0x80000000, 0x00000001])
     got = formats.canonical_nan(fp32(patterns)).view(torch.int32).to(torch.int64) & 0xFFFFFFFF
     assert got.tolist() == [formats.FP32_NAN] * 3 + patterns[3:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (1e-6, 0x358637BD),
+        (1e-5, 0x3727C5AC),
+        (np.float64(1e-6), 0x358637BD),
+        (0, 0x00000000),
+        (-0.0, 0x80000000),
+        (1, 0x3F800000),
+        (1 + 2.0**-24, 0x3F800000),
+        (1 + 2.0**-24 + 2.0**-40, 0x3F800001),
+        (1 + 3 * 2.0**-24, 0x3F800002),
+        (2.0**-149, 0x00000001),
+        (2.0**-150, 0x00000000),
+        (-(2**127), 0xFF000000),
+        (torch.finfo(torch.float32).max, 0x7F7FFFFF),
+    ],
+)
+def test_parameters_are_rounded_to_the_nearest_fp32_number(given, want):
+    number = formats.fp32_number("eps", given)
+    assert isinstance(number, float)
+    assert torch.tensor(number, dtype=torch.float64).to(torch.float32).view(torch.int32).item() & 0xFFFFFFFF == want
+    assert torch.tensor(number, dtype=torch.float32).to(torch.float64).item() == number
+
+
+@pytest.mark.parametrize(
+    "given", [float("nan"), float("inf"), -float("inf"), 1e39, -(10**400), True, None, "1e-6", 1j, torch.tensor(1.0)]
+)
+def test_what_is_no_fp32_number_is_refused(given):
+    with pytest.raises(ValueError, match=r"eps: got .*, allowed is a finite number of at most 3\.4"):
+        formats.fp32_number("eps", given)

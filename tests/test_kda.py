@@ -116,7 +116,8 @@ def test_oracle_against_a_naive_recurrence(x: dict[str, Tensor], p: dict[str, An
         assert (got[name] - want[name]).abs().max() <= 1e-6 * want[name].abs().max()
 
 
-JUDGED = [case for case in COMMITTED if case.exact_only is None]
+HOSTILE = ("nan", "inf-state")  # recipes of which the oracle does not decide on all
+JUDGED = [c for c in COMMITTED if c.exact_only is None and c.recipe.partition("@")[0] not in HOSTILE]
 
 
 def assert_within(x: dict[str, Tensor], p: dict[str, Any], got: dict[str, Tensor], who: str) -> None:
@@ -136,7 +137,7 @@ def test_committed_cases_are_within_their_bound_of_the_oracle(case: goldens.Case
 
 @given(
     label=st.text("abcdef", min_size=1, max_size=8),
-    values=st.sampled_from([name for name, recipe in room.RECIPES.items() if recipe.exact_only is None]),
+    values=st.sampled_from([name for name in room.RECIPES if name not in HOSTILE]),
     tokens=st.integers(1, 40),
     lower_bound=st.floats(-5.0, 0.5, width=32),
     state=st.sampled_from([None, "bf16", "fp32"]),

@@ -66,7 +66,7 @@ def test_committed_cases_are_within_their_bounds(case: goldens.Case) -> None:
     golden = store.load(case, store.read_manifest())
     for schedule in case.schedules:
         verdicts = judge(KERNEL, case, golden, select(golden, f"exact/{schedule}/"), schedule)
-        assert [v.against for v in verdicts] == (["exact"] if case.exact_only else ["exact", "model"]) * 2
+        assert [v.against for v in verdicts] == ["exact", "model"] * 2
         assert [v.reason for v in verdicts if not v.passed] == []
 
 
@@ -475,7 +475,7 @@ def test_a_plain_fault_exceeds_the_derived_bound(
 ) -> None:
     """Judged by e4m3 steps alone, as a schedule without an exact model would be."""
     monkeypatch.setattr(kernel, *FAULTS[fault][1:])
-    outputs = {c.id: exact(select(stored[c.id], "in/"), c.params, schedule) for c in COMMITTED if not c.exact_only}
+    outputs = {c.id: exact(select(stored[c.id], "in/"), c.params, schedule) for c in COMMITTED}
     monkeypatch.undo()
     verdicts = [
         v for name, out in outputs.items() for v in judge(KERNEL, goldens.find(name), stored[name], out, schedule)

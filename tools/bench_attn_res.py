@@ -1,8 +1,9 @@
 """AttnRes' speed on this GPU as Markdown tables: ``python -m tools.bench_attn_res``.
 
 Time of one launch: a CUDA graph of many launches back to back, each with programmatic dependent launch, on one set of
-tensors. delta is zero, so that prefix + delta is the prefix again and overlapping launches do not disturb each other;
-after timing every output is compared with the exact model: a launch that failed must not look fast.
+tensors. delta is zero, so that prefix + delta is the prefix again and overlapping launches do not disturb each other,
+whatever they read of it; after timing every output is compared with the exact model: a launch that failed must not
+look fast.
 """
 
 import statistics
@@ -53,15 +54,16 @@ def tensors(tokens: int, nb: int) -> dict[str, Tensor]:
     return x
 
 
-def measure(tokens: int, nb: int, schedule: str, pdl: bool = True, launches: int = LAUNCHES) -> float:
-    """µs a launch. RuntimeError if the output is not the exact model's."""
+def measure(tokens: int, nb: int, schedule: str, early: bool = True, launches: int = LAUNCHES) -> float:
+    """µs a launch, ``early``: a programmatic dependent one. RuntimeError if the output is not the exact model's."""
     from cute_impl.attn_res import attn_res
     from reference import attn_res as reference
 
     x: dict[str, Any] = {**tensors(tokens, nb)}
     out = torch.empty_like(x["prefix"])
     eps = float(torch.tensor(1e-6))
-    options: dict[str, Any] = {"nb": nb, "eps": eps, "out_eps": eps, "out": out, "schedule": schedule, "pdl": pdl}
+    options: dict[str, Any] = {"nb": nb, "eps": eps, "out_eps": eps, "out": out, "schedule": schedule}
+    options["all_but_delta_complete"] = early
     time = microseconds(lambda: attn_res(**x, **options), launches)
     params = {
         "nb": nb,

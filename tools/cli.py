@@ -20,7 +20,7 @@ from goldens import store
 from goldens.case import Case
 from goldens.compare import against_exact
 from goldens.files import write_text
-from goldens.judge import failed, judge, select
+from goldens.judge import Judge, failed
 from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
 from tools import candidates, doctor, evidence, export, faults, report, terminal, trial
@@ -189,10 +189,11 @@ def judge_exact_case(case: Case, manifest: dict[str, Any], only: str | None) -> 
     except store.GoldenError as error:
         verdicts = tuple(failed(str(error), "exact", "golden"))
         return [report.Result(case, s, report.EXACT_MODEL, verdicts) for s in schedules or [trial.ANY]]
+    judge = Judge(kernel, case, golden)
     for schedule in schedules:
-        inputs = {name: x.clone() for name, x in select(golden, "in/").items()}
+        inputs = {name: x.clone() for name, x in judge.inputs.items()}
         outputs = kernel.reference.exact(inputs, case.params, schedule)
-        verdicts = tuple(judge(kernel, case, golden, outputs, schedule))
+        verdicts = tuple(judge(outputs, schedule))
         results.append(report.Result(case, schedule, report.EXACT_MODEL, verdicts, case.exact_only or ""))
     return results
 

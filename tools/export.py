@@ -13,6 +13,7 @@ from torch import Tensor
 
 from goldens import KERNELS, store
 from goldens.case import Case
+from goldens.judge import by_format
 
 INDEX, PARAMS, README, READER = "index.tsv", "params.tsv", "README.md", "reader.cpp"
 COLUMNS = ("case", "tensor", "dtype", "shape", "bytes", "file", "sha256")
@@ -121,7 +122,7 @@ def _fill(stage: Path, cases: Sequence[Case], progress: Callable[[Case], None]) 
             file = Path(case.kernel, case.name, f"{name.replace('/', '.')}.bin")
             (stage / file).parent.mkdir(parents=True, exist_ok=True)
             (stage / file).write_bytes(content)
-            stored = kernel.formats.get(name.rpartition("/")[2], x.dtype) if x.dtype == torch.uint8 else x.dtype
+            stored = by_format(kernel, case, name.rpartition("/")[2], x).dtype
             shape = "x".join(map(str, x.shape))
             digest = hashlib.sha256(content).hexdigest()
             index.append("\t".join((case.id, name, DTYPES[stored], shape, str(len(content)), file.as_posix(), digest)))

@@ -9,7 +9,7 @@ from typing import Any
 from goldens import KERNELS, invariance, store
 from goldens.case import Case
 from goldens.compare import Verdict
-from goldens.judge import CallFailed, Unsupported, failed, judge, select
+from goldens.judge import CallFailed, Judge, Unsupported, decided, failed, select
 from tools import candidates
 from tools.report import OURS, Result
 from tools.worker import InProcess, Worker
@@ -81,20 +81,21 @@ class Trial:
         """The case's golden, once for each schedule."""
         kernel = KERNELS[case.kernel]
         golden = store.obtain(kernel, case, manifest)
-        inputs = select(golden, "in/")
+        judge = Judge(kernel, case, golden)
         for schedule in schedules:
             note = case.exact_only or ""
             only = (self._held.outputs or {}).get(case.kernel)
             try:
-                outputs = self._held.call(case.kernel, schedule, inputs, case.params)
-                verdicts = judge(kernel, case, golden, outputs, schedule, only)
+                outputs = self._held.call(case.kernel, schedule, judge.inputs, case.params)
+                verdicts = judge(outputs, schedule, only)
             except Unsupported as refused:
                 yield NotSupported(case, schedule or ANY, str(refused))
                 continue
             except CallFailed as error:
                 verdicts = failed(str(error), _judged_by(schedule))
-            if not verdicts:
-                reason = f"only the bits of a schedule decide here, and it claims none: {case.exact_only}"
+            if not decided(verdicts):
+                why = case.exact_only or "the model decides on no element"
+                reason = f"only the bits of a schedule decide here, and it claims none: {why}"
                 yield NotSupported(case, ANY, reason, "not judged")
                 continue
             yield self._run(case, schedule, verdicts, note, "")

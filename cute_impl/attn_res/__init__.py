@@ -49,7 +49,7 @@ def attn_res(
     aux: Sequence[Tensor] = (),
     out: Tensor | None = None,
     schedule: str = "cluster7",
-    pdl: bool = True,
+    all_but_delta_complete: bool = False,
     polls: int = 0,
     status: Tensor | None = None,
 ) -> Tensor:
@@ -57,9 +57,15 @@ def attn_res(
 
     delta: [T, D], or a mailbox [slots, capacity, D] if slots > 0. prefix [T, D], blocks [T, R, D], norm, query, gamma
     [D]; all bf16, columns contiguous, everything else at any multiple of 8 elements, mailbox and weights contiguous.
+    eps, out_eps: of the source norms and of the output norm, rounded to the nearest fp32 number, which is normal.
     nb: rows of blocks that are sources, all unless given. aux: tensors [T, D] that take copies of the new prefix.
     out: where the output goes, a new tensor unless given; it may lie beside the rows of blocks, not in them.
-    pdl: launched with programmatic dependent launch; see ``cluster7`` for what the caller then guarantees.
+    all_but_delta_complete: the caller's promise that prefix, blocks, norm, query and gamma are complete at launch: not
+    written by the launch before on this stream, nor by those that it may overlap, back to the last ordinary one and
+    including it; so not by a call of this kernel right before. They are then read at once, by programmatic dependent
+    launch, while launches before still run; a delta tensor may come from the launch before. With a mailbox whoever
+    publishes must not touch a token's prefix, blocks, aux and out once its row is sent. Without the promise the kernel
+    starts when all before it on the stream has ended, and any argument may come from there.
     polls: reads of a mailbox fragment before giving up, 0 for no bound; it then counts as what was last read, and
     status, int32 [4], is set to 1.
 
@@ -70,7 +76,8 @@ def attn_res(
     if not isinstance(aux, Sequence):
         raise ValueError(f"aux: got {type(aux).__name__}, allowed is a sequence of tensors")
     config = _config(nb, slots, has_delta, write, final, len(aux), schedule)
-    _check_numbers(eps, out_eps, polls, pdl)
+    eps, out_eps = _normal_fp32("eps", eps), _normal_fp32("out_eps", out_eps)
+    _check_options(polls, all_but_delta_complete)
     tensors = {"prefix": prefix, "delta": delta, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {} if out is None else {"out": out}
     tensors |= {f"aux{i}": x for i, x in enumerate(aux)}
@@ -81,7 +88,7 @@ def attn_res(
     if prefix.shape[0] == 0:
         return output
     runtime.require_hopper(prefix.device)
-    parameters = (nb, has_delta, write, final, float(eps), float(out_eps), schedule, pdl)
+    parameters = (nb, has_delta, write, final, eps, out_eps, schedule, all_but_delta_complete)
     rest = (prefix, blocks, norm, query, gamma, output, list(aux))
     if slots:
         torch.ops.goldens.attn_res_mailbox(delta, *rest, status, polls, *parameters)
@@ -133,13 +140,19 @@ def _config(nb: int, slots: int, has_delta: bool, write: int, final: bool, aux: 
     return Config(nb, slots, has_delta, write, final, aux, schedule)
 
 
-def _check_numbers(eps: float, out_eps: float, polls: int, pdl: bool) -> None:
-    if not isinstance(pdl, bool):
-        raise ValueError(f"pdl: got {pdl!r}, allowed are True and False")
+def _normal_fp32(name: str, value: Any) -> float:
+    """The fp32 number nearest to ``value``. ValueError if it is not normal."""
     fp32 = torch.finfo(torch.float32)
-    for name, value in (("eps", eps), ("out_eps", out_eps)):
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not fp32.tiny <= value <= fp32.max:
-            raise ValueError(f"{name}: got {value!r}, allowed is a number from {fp32.tiny} to {fp32.max}")
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= fp32.max
+    rounded = torch.tensor(float(value), dtype=torch.float32).item() if number else 0.0
+    if rounded < fp32.tiny:
+        raise ValueError(f"{name}: got {value!r}, allowed is a number from {fp32.tiny} to {fp32.max}")
+    return rounded
+
+
+def _check_options(polls: int, promise: bool) -> None:
+    if not isinstance(promise, bool):
+        raise ValueError(f"all_but_delta_complete: got {promise!r}, allowed are True and False")
     if not isinstance(polls, int) or isinstance(polls, bool) or not 0 <= polls < 1 << 31:
         raise ValueError(f"polls: got {polls!r}, allowed are 0 (no bound) … 2^31 − 1")
 
@@ -288,12 +301,12 @@ def _attn_res(
     eps: float,
     out_eps: float,
     schedule: str,
-    pdl: bool,
+    all_but_delta_complete: bool,
 ) -> None:
     tensors = {"delta": delta, "prefix": prefix, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {"output": output} | {f"aux{i}": x for i, x in enumerate(aux)}
     config = _config(nb, 0, has_delta, write, final, len(aux), schedule)
-    _launch(config, tensors, eps, out_eps, 0, pdl)
+    _launch(config, tensors, eps, out_eps, 0, all_but_delta_complete)
 
 
 @torch.library.custom_op(
@@ -317,13 +330,13 @@ def _attn_res_mailbox(
     eps: float,
     out_eps: float,
     schedule: str,
-    pdl: bool,
+    all_but_delta_complete: bool,
 ) -> None:
     tensors = {"delta": mailbox, "prefix": prefix, "blocks": blocks, "norm": norm, "query": query, "gamma": gamma}
     tensors |= {"output": output} | {f"aux{i}": x for i, x in enumerate(aux)}
     tensors |= {} if status is None else {"status": status}
     config = _config(nb, mailbox.shape[0], has_delta, write, final, len(aux), schedule)
-    _launch(config, tensors, eps, out_eps, polls, pdl)
+    _launch(config, tensors, eps, out_eps, polls, all_but_delta_complete)
 
 
 @_attn_res.register_fake

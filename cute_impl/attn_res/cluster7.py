@@ -18,8 +18,9 @@ Who waits for whom:
 - Programmatic dependent launch: the successor may start at once (``early``); or once this CTA's saved rows have
   arrived, so that its loads do not compete with them; or, with one saved row at most and a delta tensor, behind the
   wait (``in_pairs``), so that only two launches overlap. ``starts_early`` has the choice that measured faster.
-  Blocks, old prefix and weights are read before the wait; the caller guarantees that they are complete at
-  launch. A delta tensor is read after it. With a mailbox the wait is the last thing, so that the completion of
+  Blocks, old prefix and weights are read before the wait: only a caller who promises that they are complete at
+  launch (``all_but_delta_complete``) has the kernel launched so, any other an ordinary launch, which finds nothing
+  to wait for. A delta tensor is read after it. With a mailbox the wait is the last thing, so that the completion of
   this kernel implies that of all before it.
 - Hence writes after reads: behind a delta tensor every write follows the wait. With a mailbox prefix, aux,
   blocks and output of a token are written as soon as that token's row has been published, when the predecessor

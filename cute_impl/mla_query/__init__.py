@@ -47,7 +47,7 @@ def mla_query(
     q_b_cp_async: bool = True,
     out: Tensor | None = None,
     mailbox: dcp.Mailbox | None = None,
-    pdl: bool = True,
+    weights_complete: bool = False,
     debug: bool = False,
 ) -> Tensor:
     """The query bytes [B, heads, 576] (e4m3 in uint8) on an sm_90 GPU; rows of the cache are written at their slots.
@@ -60,9 +60,12 @@ def mla_query(
     schedule: by B unless given. q_b_cp_async: ``small`` stages Q_B by cp.async, or by one bulk copy, the same bits.
     out: where the output goes, a new tensor unless given. mailbox: the output goes to all ranks' mailboxes too, and
     this rank's holds all ranks' bytes when the kernel ends; see ``dcp``.
-    pdl: launched with programmatic dependent launch: the four weights are read before the wait for the predecessor and
-    must be complete at launch, everything else is read and written after it. debug: read the slots back first;
-    ValueError if two rows have the same non-negative one, a RuntimeWarning lists those outside the cache but −1.
+    weights_complete: the caller's promise that the four weights are complete at launch: not written by the launch
+    before on this stream, nor by those that it may overlap, back to the last ordinary one and including it. They are
+    then read at once, by programmatic dependent launch, while launches before still run; everything else may come from
+    the launch before. Without the promise the kernel starts when all before it on the stream has ended.
+    debug: read the slots back first; ValueError if two rows have the same non-negative one, a RuntimeWarning lists
+    those outside the cache but −1.
 
     ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
@@ -72,7 +75,7 @@ def mla_query(
     checks.check_eps(eps)
     schedule = schedule_for(heads, rows) if schedule is None else schedule
     _check_schedule(schedule, heads, rows)
-    checks.check_flags(q_b_cp_async=q_b_cp_async, pdl=pdl)
+    checks.check_flags(q_b_cp_async=q_b_cp_async, weights_complete=weights_complete)
     if mailbox is not None:
         _check_mailbox(mailbox, heads, qkv)
     if debug:
@@ -80,7 +83,7 @@ def mla_query(
     runtime.require_hopper(qkv.device)
     if out is None:
         out = torch.empty(rows, heads, WIDTH, dtype=torch.uint8, device=qkv.device)
-    options = (float(eps), schedule, q_b_cp_async, pdl)
+    options = (float(eps), schedule, q_b_cp_async, weights_complete)
     if mailbox is None:
         torch.ops.goldens.mla_query(*tensors.values(), out, *options)
     else:
@@ -187,10 +190,10 @@ def _mla_query(
     eps: float,
     schedule: str,
     q_b_cp_async: bool,
-    pdl: bool,
+    weights_complete: bool,
 ) -> None:
     tensors = (qkv, w_qa, w_kva, w_qb, w_uk, cache, slots, q_scale_inv, k_scale_inv, output)
-    _launch(tensors, eps, schedule, q_b_cp_async, pdl, dcp.stand_in(0), 0)
+    _launch(tensors, eps, schedule, q_b_cp_async, weights_complete, dcp.stand_in(0), 0)
 
 
 @torch.library.custom_op("goldens::mla_query_dcp", mutates_args=("cache", "output", "mailboxes", "state", "status"))
@@ -213,11 +216,11 @@ def _mla_query_dcp(
     eps: float,
     schedule: str,
     q_b_cp_async: bool,
-    pdl: bool,
+    weights_complete: bool,
 ) -> None:
     tensors = (qkv, w_qa, w_kva, w_qb, w_uk, cache, slots, q_scale_inv, k_scale_inv, output)
     mailbox = dcp.to_list(mailboxes, state, status, rank, polls)
-    _launch(tensors, eps, schedule, q_b_cp_async, pdl, mailbox, len(mailboxes))
+    _launch(tensors, eps, schedule, q_b_cp_async, weights_complete, mailbox, len(mailboxes))
 
 
 @_mla_query.register_fake

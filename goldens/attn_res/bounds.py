@@ -42,11 +42,14 @@ D = reference.D
 #   cluster7's quad:  1/sqrt(1 − v) − 1 + u·root, v the relative error of mean square + eps: each of its terms is
 #             a sum and at most 4 roundings more, relative to its terms, that is 23u · κ of quad, κ = (a²·mm +
 #             2ae·Σ|mix·p| + e²·ss) / quad; 2 for the FMA with fp32(1/7168) and 2 for (out_eps · den) · den.
-# At κ > 2^20, or when v reaches 1 and a NaN is possible, cluster7 has no bound and exact alone judges.
+# At κ > 2^20, or when v reaches 1 and a NaN is possible, cluster7 has no bound: the oracle does not decide. Nor does
+# it, for any schedule, where a sum of squares, of scores' terms, or of the mixture before its division (weights at most
+# 1) may overflow in some order: the sum of magnitudes reaches 2^127.
 # exp flushes below 2^-126, which drops at most that of a weight, twice; products and sums of the last steps lose 2^-149
 # each. Sums of squares and scores that underflow vanish beside eps ≥ 2^-100. A factor 1.01 pays for products of errors.
 
 _KAPPA_LIMIT = 2.0**20
+_LARGE = 2.0**127  # half of fp32's range: what stays below overflows in no order
 
 
 def _roundings(nb: int, schedule: str) -> dict[str, float]:
@@ -60,40 +63,49 @@ def _roundings(nb: int, schedule: str) -> dict[str, float]:
 
 
 def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
-    """fp64 bounds on |output − oracle| before output is rounded to its format; none where κ is beyond its limit.
+    """fp64 bounds on |output − oracle| before output is rounded to its format; infinite where the oracle does not
+    decide.
 
     The other outputs are copies of the new prefix, which has no tolerance.
     """
     tokens = [_bound(tensors, params, schedule, t) for t in range(tensors["prefix"].shape[0])]
-    if any(x is None for x in tokens):
-        return {}
-    return {"output": torch.stack([x for x in tokens if x is not None])}
+    return {"output": torch.stack(tokens)}
 
 
-def _bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str, token: int) -> Tensor | None:
+def _overflows(x: Tensor, w: Tensor) -> bool:
+    """Whether some sum of the sources x [S, D] may; tokens with other than numbers have no more to lose."""
+    largest = torch.maximum((x.shape[0] * x).square().sum(1), (x * w).abs().sum(1)).amax()
+    return bool(x.isfinite().all()) and float(largest) >= _LARGE
+
+
+def _bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str, token: int) -> Tensor:
     """The bound of one token, [D]."""
     nb, c = params["nb"], _roundings(params["nb"], schedule)
+    eps, out_eps = reference.epsilons(params)
     one = {name: x[..., token : token + 1, :] for name, x in tensors.items() if name in ("delta", "prefix")}
     p = reference.new_prefix(one, params)
     x = torch.cat([tensors["blocks"][token, :nb], p]).to(torch.float64)  # [nb + 1, D]
     gamma = tensors["gamma"].to(torch.float64).abs()
+    undecided = torch.full_like(x[0], torch.inf)
+    if _overflows(x, tensors["norm"].to(torch.float64) * tensors["query"].to(torch.float64)):
+        return undecided
     if nb == 0:
         m, moved, divisor = x[0], torch.zeros_like(x[0]), torch.zeros((), dtype=torch.float64)
     else:
-        weights, errors = _weights(x, tensors, params["eps"], c)
+        weights, errors = _weights(x, tensors, eps, c)
         m = weights @ x
         moved = 1.01 * _UNIT * ((weights * (errors + c["value"])) @ x.abs())
         moved = moved + 4 * (nb + 1) * _TINY * x.abs().amax() + c["value"] * _LEAST
         divisor = 1.01 * _UNIT * (weights @ (errors + c["total"]))
-    square = (m * m).mean() + params["out_eps"]
+    square = (m * m).mean() + out_eps
     length = square.sqrt()
     if schedule == "cluster7" and nb and not params["final"]:
         kappa = _kappa(x, weights)
         relative = _UNIT * (23 * kappa * (m * m).mean() / square + 4)
         if kappa > _KAPPA_LIMIT or relative >= 1:
-            return None
-        stretched = ((moved * moved).mean() + params["out_eps"] * divisor**2).sqrt()
-        norm = 1 / (1 - relative).sqrt() - 1 + _UNIT * c["root"]
+            return undecided
+        stretched = ((moved * moved).mean() + out_eps * divisor**2).sqrt()
+        norm = float(1 / (1 - relative).sqrt() - 1) + _UNIT * c["root"]
     else:
         if nb:
             moved = moved + m.abs() * (divisor + _UNIT)
@@ -103,7 +115,7 @@ def _bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: s
         stretched = (moved * moved).mean().sqrt()
         norm = _UNIT * ((c["sum"] + 2) / 2 + c["root"])
     # The length never falls below that of out_eps alone.
-    shortest = torch.maximum(length - stretched, torch.tensor(0.99 * params["out_eps"] ** 0.5, dtype=torch.float64))
+    shortest = torch.maximum(length - stretched, torch.tensor(0.99 * out_eps**0.5, dtype=torch.float64))
     error = (moved + m.abs() * stretched / length) / shortest * (1 + norm) + m.abs() / length * (norm + 2 * _UNIT)
     return 1.01 * gamma * error + 4 * _LEAST * (1 + gamma)
 

@@ -1,6 +1,6 @@
 """AttnRes' cases."""
 
-from goldens.attn_res.recipes import EXACT_ONLY, RECIPES
+from goldens.attn_res.recipes import RECIPES
 from goldens.case import Case
 
 # Different, so that one in the other's place is noticed; both as fp32 holds them.
@@ -52,7 +52,6 @@ def make_case(
         seed=seed,
         schedules=("cluster7", "cluster7_direct") if direct else ("cluster7",),
         committed=committed,
-        exact_only=EXACT_ONLY.get(recipe),
         whole=whole,
     )
 

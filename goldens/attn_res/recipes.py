@@ -219,9 +219,6 @@ RECIPES: dict[str, Callable[[Case], Tensors]] = {
     "subnormal": _subnormal,
     "overflow": _overflow,
 }
-EXACT_ONLY = {
-    "overflow": "whether a sum of squares overflows depends on its order",
-}
 
 
 def inputs(case: Case) -> Tensors:

@@ -4,7 +4,7 @@ from goldens.cache_insert.bounds import bound
 from goldens.cache_insert.cases import CASES, make_case
 from goldens.cache_insert.properties import PROPERTIES
 from goldens.cache_insert.recipes import EPS, RECIPES, inputs, make_inputs
-from goldens.case import Case, Kernel
+from goldens.case import Case, Kernel, Output
 from reference import cache_insert as reference
 from reference.numerics.formats import E4M3
 
@@ -17,5 +17,5 @@ def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> di
     return {"slot": page * case.dims["page_size"] + offset, "thread": column // reference.COLUMNS}
 
 
-FORMATS = {"cache": E4M3.dtype}
-KERNEL = Kernel("cache_insert", reference, CASES, inputs, bound, PROPERTIES, locate, FORMATS)
+OUTPUTS = {"cache": Output(E4M3.dtype, ("page", "offset", "column"))}
+KERNEL = Kernel("cache_insert", reference, CASES, inputs, bound, lambda params: OUTPUTS, PROPERTIES, locate)

@@ -27,7 +27,6 @@ def make_case(
         seed=seed,
         schedules=("insert",),
         committed=committed,
-        exact_only=RECIPES[values].exact_only,
         whole=whole,
     )
 

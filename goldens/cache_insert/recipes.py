@@ -20,12 +20,11 @@ Values = Callable[[str, int], Tensors]  # label and B to kv, k_pe and w_kva, and
 
 @dataclass(frozen=True)
 class Recipe:
-    """``values`` makes the tensors; ``scale`` is k_scale_inv unless they hold it; ``exact_only`` as in Case."""
+    """``values`` makes the tensors; ``scale`` is k_scale_inv unless they hold it."""
 
     values: Values
     scale: float
     eps: float = EPS
-    exact_only: str | None = None
 
 
 def _scaled(latent: float = 1.0, weight: float = 1.0, rope: float = 1.0) -> Values:
@@ -169,10 +168,8 @@ RECIPES: dict[str, Recipe] = {
     "scale-tiny": Recipe(_scaled(weight=2.0**120, rope=2.0**120), 2.0**-127 * 1.5),
     "scale-huge": Recipe(_scaled(weight=2.0**-124, rope=2.0**-128), 3.0e38),
     "wide": Recipe(_wide, 0.3),
-    "underflow": Recipe(
-        _scaled(latent=2.0**-72), 40.0, eps=0.0, exact_only="squares below the normal range lose their bits"
-    ),
-    "bits": Recipe(_bits, 1.1, exact_only="squares overflow in fp32"),
+    "underflow": Recipe(_scaled(latent=2.0**-72), 40.0, eps=0.0),
+    "bits": Recipe(_bits, 1.1),
     "halfway": Recipe(_halfway(), 1.0),
     "faint-halfway": Recipe(_halfway(2.0**-10), 1.0),  # mean squares of about eps
 }

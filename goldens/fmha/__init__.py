@@ -1,6 +1,8 @@
 """FMHA's room: recipes, cases, tolerances, properties, and where in a schedule an output element is made."""
 
-from goldens.case import Case, Kernel
+import torch
+
+from goldens.case import Case, Kernel, Output
 from goldens.fmha.bounds import bound
 from goldens.fmha.cases import CASES, WGMMA, make_case
 from goldens.fmha.properties import PROPERTIES
@@ -27,4 +29,8 @@ def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> di
     return place | {"warp": row % 64 // 16, "lane": lane, "register": register}
 
 
-KERNEL = Kernel("fmha", reference, CASES, inputs, bound, PROPERTIES, locate)
+OUTPUTS = {
+    "o": Output(torch.bfloat16, ("head", "row", "channel")),
+    "lse": Output(torch.float32, ("head", "row")),
+}
+KERNEL = Kernel("fmha", reference, CASES, inputs, bound, lambda params: OUTPUTS, PROPERTIES, locate)

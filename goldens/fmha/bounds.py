@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from goldens.case import Tensors
+from goldens.fmha.undecided import undecided
 from reference import fmha as reference
 
 _UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
@@ -30,8 +31,8 @@ _BF16_OVER_FP32 = 2.0**16
 # 17/2 + 2 = 10.5 u of Σ|terms|. The weights that multiply V, not those that are summed, are rounded to bf16: by half an
 # ULP of its 8 bits, 2^-8 = 2^16 u. Its range R counts c, the FMA, and in α a difference and a product; in lse, lg2 errs
 # by 2^-22 of the larger of 1 and itself.
-# All this plus what underflow may drop: 2^-126 for each exponential, times the largest |v|, and 2^-150 for each
-# operation on subnormals, at most 2 a key and 4 a row. A factor 1.01 pays for products of errors.
+# All this plus what underflow may drop: 2^-126 for each exponential, times the channel's largest |v|, and 2^-150 for
+# each operation on subnormals, at most 2 a key and 4 a row. A factor 1.01 pays for products of errors.
 
 
 def _roundings(d: int, n: int, schedule: str) -> dict[str, float]:
@@ -75,7 +76,8 @@ def _roundings(d: int, n: int, schedule: str) -> dict[str, float]:
 
 
 def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
-    """fp64 bounds on |o − oracle| before o is rounded to its format, and on |lse − oracle| if the schedule has it."""
+    """fp64 bounds on |o − oracle| before o is rounded to its format, and on |lse − oracle| if the schedule has it;
+    infinite where the oracle does not decide (``goldens.fmha.undecided``)."""
     return reference.by_sequence(lambda own: _bound(own, params, schedule), tensors)
 
 
@@ -88,25 +90,30 @@ def _bound(tensors: Tensors, params: Mapping[str, Any], schedule: str) -> Tensor
     c = _roundings(q.shape[2], k.shape[1], schedule)
     keep = reference.visible(q.shape[1], k.shape[1], params.get("causal", False), q.device)
     s = torch.where(keep, q @ k.transpose(1, 2) * scale, -torch.inf)
-    a = torch.where(keep, q.abs() @ k.abs().transpose(1, 2) * scale, 0.0)
+    left_out = undecided(q, k, v, keep, scale)
+    v = torch.where(v.isfinite(), v, 0.0)  # of others the class is all that counts
+    weighed = keep & (s != -torch.inf)
+    a = torch.where(weighed, q.abs() @ k.abs().transpose(1, 2) * scale, 0.0)
     largest = s.amax(-1, keepdim=True) if k.shape[1] else torch.full_like(q[..., :1], -torch.inf)
     empty = largest == -torch.inf
-    distance = torch.where(keep, largest - s, 0.0)
-    w = torch.where(keep & ~empty, torch.exp(-distance), 0.0)
+    distance = torch.where(weighed, largest - s, 0.0)
+    w = torch.where(weighed & ~empty, torch.exp(-distance), 0.0)
     total = w.sum(-1, keepdim=True)
     w = w / torch.where(empty, 1.0, total)
     largest_a = a.amax(-1, keepdim=True) if k.shape[1] else torch.zeros_like(largest)
     relative = c["score"] * a + c["shift"] * largest_a + c["range"] * distance + c["weight"]
-    o = w @ torch.where(v.isfinite(), v, 0.0)
+    o = w @ v
     sums = (w * (relative + c["total"])).sum(-1, keepdim=True)
     errors = (w * (relative + c["value"])) @ v.abs() + o.abs() * sums + c["last"] * o.abs()
-    dropped = _TINY * 2 * k.shape[1] * v.abs().amax((1, 2), keepdim=True) if k.shape[1] else 0.0
+    dropped = _TINY * 2 * k.shape[1] * v.abs().amax(1, keepdim=True) if k.shape[1] else 0.0
     dropped = dropped + (2 * k.shape[1] + 4) * 2.0**-150
-    result = {"o": 1.01 * _UNIT * errors + dropped}
+    result = {"o": torch.where(left_out.o, torch.inf, 1.01 * _UNIT * errors + dropped)}
     if schedule != "k2":
         lse = torch.where(empty, 0.0, largest + torch.log(torch.where(empty, 1.0, total)))
         score = (c["score"] * w * a).sum(-1, keepdim=True) + c["score"] * largest_a
         logarithm = c["log"] * (1 + lse.abs() + largest.abs())
         parts = sums + score + logarithm + 3 * lse.abs() + 2 * largest.abs()
-        result["lse"] = (1.01 * _UNIT * parts.nan_to_num(0.0))[..., 0]
+        parts = torch.where(empty, 1.0, parts)  # −inf, whose class is all that counts
+        limit = torch.where(left_out.rows, torch.inf, 1.01 * _UNIT * parts)
+        result["lse"] = limit[..., 0]
     return result

@@ -1,7 +1,7 @@
 """FMHA's cases."""
 
 from goldens.case import Case
-from goldens.fmha.recipes import EXACT_ONLY, RECIPES
+from goldens.fmha.recipes import RECIPES
 from reference import fmha as reference
 
 
@@ -50,7 +50,6 @@ def make_case(
         seed=seed,
         schedules=schedules,
         committed=committed,
-        exact_only=EXACT_ONLY.get(recipe),
         whole=whole,
     )
 

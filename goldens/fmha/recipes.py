@@ -140,12 +140,6 @@ RECIPES: dict[str, Recipe] = {
     "inf": _inf,
     "bits": _bits,
 }
-EXACT_ONLY = {
-    "overflow": "whether a score overflows depends on the order of its sum",
-    "nan": "k2 visits masked keys, and 0 · NaN is NaN",
-    "inf": "k2 visits masked keys, and 0 · inf is NaN",
-    "bits": "k2 visits masked keys, and 0 · inf is NaN",
-}
 
 
 def inputs(case: Case) -> Tensors:

@@ -2,7 +2,9 @@
 
 from bisect import bisect_right
 
-from goldens.case import Case, Kernel
+import torch
+
+from goldens.case import Case, Kernel, Output, Params
 from goldens.kda.bounds import bound
 from goldens.kda.cases import CASES, SCALE, make_case
 from goldens.kda.properties import PROPERTIES
@@ -35,4 +37,14 @@ def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> di
     return place | {"slab": row // 16, "lane": row % 8 * 4 + column % 8 // 2, "register": register}
 
 
-KERNEL = Kernel("kda", reference, CASES, inputs, bound, PROPERTIES, locate)
+def outputs(params: Params) -> dict[str, Output]:
+    """Those of the interface; a sequence of an unpacked batch counts as one."""
+    made = {"out": Output(torch.bfloat16, ("batch", "token", "head", "channel"))}
+    state = params["final_state"]
+    if state is not None:
+        dtype = reference.STATE_DTYPES[state]
+        made["final_state"] = Output(dtype, ("sequence", "head", "value channel", "key channel"))
+    return made
+
+
+KERNEL = Kernel("kda", reference, CASES, inputs, bound, outputs, PROPERTIES, locate)

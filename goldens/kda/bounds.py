@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from goldens.case import Tensors
+from goldens.kda.undecided import undecided
 from reference import kda as reference
 
 D, CHUNK = reference.D, reference.CHUNK
@@ -225,7 +226,8 @@ _BOUNDS: dict[str, Callable[[_Activated, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
-    """fp64 bounds on |out − oracle| and |final_state − oracle| before they are rounded to their formats."""
+    """fp64 bounds on |out − oracle| and |final_state − oracle| before they are rounded to their formats; infinite where
+    the oracle does not decide (``goldens.kda.undecided``)."""
     if schedule not in _BOUNDS:
         raise ValueError(f"schedule: got {schedule!r}, a bound is derived for {', '.join(_BOUNDS)}")
     starts, heads = reference.offsets(tensors), tensors["q"].shape[2]
@@ -238,4 +240,5 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
     result = {"out": torch.cat(out).view(tensors["v"].shape)}
     if params["final_state"] is not None:
         result["final_state"] = torch.stack(rows)[..., None].expand(states.shape).contiguous()
-    return result
+    left_out = undecided(tensors)
+    return {name: torch.where(left_out[name], torch.inf, x) for name, x in result.items()}

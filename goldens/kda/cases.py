@@ -53,9 +53,9 @@ _ACCUMULATES = "what does not decay keeps every chunk's error: in the worst case
 
 
 def _exact_only(values: str, tokens: int, lower_bound: float) -> str | None:
-    """Why the model is no judge: the recipe says so, or the derived bound is beyond the outputs."""
+    """Why the model is no judge: the derived bound is beyond the outputs."""
     lasting = abs(lower_bound) < 0.1 or values in ("repeated", "collinear", "bound-beside-none", "still")
-    return RECIPES[values].exact_only or (_ACCUMULATES if lasting and tokens > 2 * reference.CHUNK else None)
+    return _ACCUMULATES if lasting and tokens > 2 * reference.CHUNK else None
 
 
 def _large(tokens: int, heads: int = 1, values: str = "normal", offsets: str = "-", **more: Any) -> Case:

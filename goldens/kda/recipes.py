@@ -178,11 +178,10 @@ def _subnormal_state(label: str, shape: tuple[int, ...]) -> Tensor:
 
 
 class Recipe(NamedTuple):
-    """``values`` makes the tokens, ``state`` the first state, if the case has one. ``exact_only`` as in Case."""
+    """``values`` makes the tokens, ``state`` the first state, if the case has one."""
 
     values: Values
     state: Callable[[str, tuple[int, ...]], Tensor] = _plain_state
-    exact_only: str | None = None
 
 
 RECIPES: dict[str, Recipe] = {
@@ -201,8 +200,8 @@ RECIPES: dict[str, Recipe] = {
     "whispering": Recipe(_whispering),
     "cancel": Recipe(_cancel, _paired_state),
     "still": Recipe(_still),
-    "nan": Recipe(_nan, exact_only="a chunk's tokens share its NaN, those before it too"),
-    "inf-state": Recipe(_normal, _inf_state, exact_only="whether inf meets −inf depends on the order of a sum"),
+    "nan": Recipe(_nan),
+    "inf-state": Recipe(_normal, _inf_state),
 }
 
 # name → offsets; int32 where the name says so.

@@ -1,7 +1,7 @@
 """The MLA query's room: recipes, cases, tolerances, properties, and where in a schedule an element is made."""
 
 from goldens import cache_insert as insert
-from goldens.case import Case, Kernel
+from goldens.case import Case, Kernel, Output
 from goldens.mla_query.bounds import agreement, bound
 from goldens.mla_query.cases import CASES, make_case
 from goldens.mla_query.properties import PROPERTIES
@@ -28,5 +28,5 @@ def locate(case: Case, schedule: str, output: str, index: tuple[int, ...]) -> di
     return place
 
 
-FORMATS = {"output": E4M3.dtype, "cache": E4M3.dtype}
-KERNEL = Kernel("mla_query", reference, CASES, inputs, bound, PROPERTIES, locate, FORMATS)
+OUTPUTS = {"output": Output(E4M3.dtype, ("row", "head", "column")), **insert.OUTPUTS}
+KERNEL = Kernel("mla_query", reference, CASES, inputs, bound, lambda params: OUTPUTS, PROPERTIES, locate)

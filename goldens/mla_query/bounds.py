@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from goldens.cache_insert import bounds as insert
-from goldens.cache_insert.bounds import LEAST, UNIT, norm_error, scaled_error, spread
+from goldens.cache_insert.bounds import LEAST, UNIT, in_range, norm_error, scaled_error, spread
 from goldens.case import Tensors
 from reference import mla_query as reference
 from reference.numerics.ulp import key
@@ -43,7 +43,8 @@ def _product_bound(w: Tensor, x: Tensor, moved: Tensor, roundings: float) -> Ten
 
 
 def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
-    """fp64 bounds on |output − oracle| and |cache − oracle| before their conversion to e4m3."""
+    """fp64 bounds on |output − oracle| and |cache − oracle| before their conversion to e4m3; infinite where the oracle
+    does not decide (``goldens.cache_insert.bounds``), which of a row's output it does on all or nothing."""
     if schedule not in _ROUNDINGS:
         raise ValueError(f"schedule: got {schedule!r}, a bound is derived for {', '.join(_ROUNDINGS)}")
     c, heads, eps = _ROUNDINGS[schedule], params["heads"], params["eps"]
@@ -63,7 +64,8 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
     latent = by_head @ w_uk
     error = spread(latent, _product_bound(w_uk, by_head, by_head_moved, c["absorb"])).transpose(0, 1)
     values = torch.cat([rounded(latent).transpose(0, 1), q[..., NOPE:]], dim=-1)
-    result = {"output": scaled_error(values, torch.cat([error, moved[..., NOPE:]], dim=-1), scale)}
+    limit = scaled_error(values, torch.cat([error, moved[..., NOPE:]], dim=-1), scale)
+    result = {"output": torch.where(in_range(x, eps)[:, None], limit, torch.inf)}
     own = "model" if schedule == "model" else "insert"
     return result | insert.bound(reference.insert_inputs(tensors), {"eps": eps}, own)
 

@@ -32,7 +32,6 @@ def make_case(
         seed=seed,
         schedules=("tiled",) if reference.small_refusal(heads, rows) else ("small", "tiled"),
         committed=committed,
-        exact_only=RECIPES[values].exact_only,
         whole=whole,
     )
 

@@ -23,13 +23,12 @@ Values = Callable[[str, int, int], Tensors]
 @dataclass(frozen=True)
 class Recipe:
     """``values`` makes the query's tensors, the recipe ``insert`` of ``goldens.cache_insert`` those of the cache's row;
-    ``scale`` is q_scale_inv, never that one's k_scale_inv. ``exact_only`` as in Case."""
+    ``scale`` is q_scale_inv, never that one's k_scale_inv."""
 
     values: Values
     scale: float
     insert: str = "normal"
     eps: float = EPS
-    exact_only: str | None = None
 
 
 def _weights(heads: int, q_b: float = 1.0, uk: float = 1.0) -> Tensors:
@@ -162,10 +161,8 @@ RECIPES: dict[str, Recipe] = {
     "scale-tiny": Recipe(_scaled(q_b=2.0**120), 2.0**-127, "scale-tiny"),
     "scale-huge": Recipe(_scaled(q_b=2.0**-122), 2.5e38, "scale-huge"),
     "wide": Recipe(_wide, 0.7, "wide"),
-    "underflow": Recipe(
-        _scaled(x=2.0**-72), 25.0, "underflow", eps=0.0, exact_only="squares below the normal range lose their bits"
-    ),
-    "bits": Recipe(_bits, 13.0, "bits", exact_only="squares overflow in fp32"),
+    "underflow": Recipe(_scaled(x=2.0**-72), 25.0, "underflow", eps=0.0),
+    "bits": Recipe(_bits, 13.0, "bits"),
 }
 
 

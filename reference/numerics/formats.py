@@ -7,6 +7,7 @@ is the decoder of all three.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,3 +83,14 @@ def canonical_nan(x: Tensor) -> Tensor:
     """fp32 with every NaN replaced by 0x7fffffff, the one that the H200's arithmetic returns."""
     nan = torch.tensor(FP32_NAN, dtype=torch.int32, device=x.device)
     return torch.where(x != x, nan.view(torch.float32), x)
+
+
+def fp32_number(name: str, value: Any) -> float:
+    """The fp32 number nearest to the parameter ``name``, ties to even; its range is for the caller to check.
+
+    ValueError, naming the parameter, if it is no int or float, not finite, or beyond fp32's largest number.
+    """
+    largest = torch.finfo(torch.float32).max
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= largest:
+        raise ValueError(f"{name}: got {value!r}, allowed is a finite number of at most {largest} in magnitude")
+    return torch.tensor(float(value), dtype=torch.float32).item()

@@ -95,7 +95,8 @@ class Rounds:
         self.wrong = torch.zeros(1, dtype=torch.int32, device=device)
 
     def round(self, i: int, box: dcp.Mailbox, wrong: Tensor) -> None:
-        module.mla_query(**self.x[i], eps=self.eps, schedule=self.schedule, mailbox=box)
+        options = {"schedule": self.schedule, "mailbox": box, "weights_complete": True}
+        module.mla_query(**self.x[i], eps=self.eps, **options)
         on_device.check([box.buffers[box.rank][i % 2]], [self.want[i]], [None], wrong)
 
     def load(self) -> None:

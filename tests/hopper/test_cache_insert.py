@@ -5,6 +5,7 @@ import torch
 
 import goldens
 from cute_impl import cache_insert as module
+from cute_impl.probes_launch import write_late
 from goldens import store
 from goldens.cache_insert import RECIPES, make_case
 from goldens.compare import against_exact
@@ -112,14 +113,14 @@ def test_rows_do_not_meet(gpu):
         assert torch.equal(single[0, slot], whole[0, slot])
 
 
-@pytest.mark.parametrize("pdl", [False, True])
-def test_graph_replay_with_changed_inputs(pdl, gpu):
+@pytest.mark.parametrize("weights_complete", [False, True])
+def test_graph_replay_with_changed_inputs(weights_complete, gpu):
     cases = [make_case(24, "normal", "spread", pages=4, page_size=16, seed=100 + i) for i in range(14)]
     x, eps = drawn(cases[0], gpu), cases[0].params["eps"]
-    module.cache_insert(**x, eps=eps, pdl=pdl)
+    module.cache_insert(**x, eps=eps, weights_complete=weights_complete)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        module.cache_insert(**x, eps=eps, pdl=pdl)
+        module.cache_insert(**x, eps=eps, weights_complete=weights_complete)
     for case in cases:
         fresh = drawn(case, gpu)
         for name, t in x.items():
@@ -138,7 +139,45 @@ def test_other_stream_and_custom_operator(gpu):
         got = module.run(x | {"cache": x["cache"].clone()}, case.params)["cache"]
     stream.synchronize()
     assert torch.equal(got, want)
-    torch.library.opcheck(torch.ops.goldens.cache_insert, (*x_in_order(x), case.params["eps"], True))
+    torch.library.opcheck(torch.ops.goldens.cache_insert, (*x_in_order(x), case.params["eps"], False))
+
+
+def behind_a_late_writer(gpu, name, **options):
+    """The cache, inserted behind a writer of argument ``name`` that lets the kernel start at once; the cache that it
+    should be, and that of the argument as it was before."""
+    cases = [make_case(8, "normal", "spread", pages=2, page_size=8, seed=seed) for seed in (1, 2)]
+    x, fresh = (drawn(case, gpu) for case in cases)
+    fresh["k_scale_inv"] = 2 * x["k_scale_inv"]  # every seed has the same
+    eps = cases[0].params["eps"]
+    wanted = [reference.exact(x | {name: y[name]}, {"eps": eps}, "insert")["cache"] for y in (fresh, x)]
+    given = {key: t.clone() for key, t in x.items()}
+    # Nothing else may stand between the two launches, so compile and load before.
+    module.cache_insert(**{key: t.clone() for key, t in x.items()}, eps=eps, **options)
+    write_late(given[name], given[name])
+    torch.cuda.synchronize()
+    write_late(given[name], fresh[name])
+    module.cache_insert(**given, eps=eps, **options)
+    return given["cache"], *wanted
+
+
+@pytest.mark.parametrize("name", [name for name in module.NAMES if name != "cache"])
+def test_any_argument_may_come_from_the_launch_before(name, gpu):
+    got, want, stale = behind_a_late_writer(gpu, name)
+    assert not torch.equal(want, stale)
+    assert torch.equal(got, want)
+
+
+ATTEMPTS = 10  # of the promise: other work on the GPU may keep two launches apart
+
+
+@pytest.mark.parametrize("name", [name for name in module.NAMES if name != "cache"])
+def test_by_the_promise_the_weights_are_read_at_once(name, gpu):
+    """So the late writer is late; and everything else is waited for."""
+    attempts = (behind_a_late_writer(gpu, name, weights_complete=True) for _ in range(ATTEMPTS))
+    if name == "w_kva":
+        assert any(torch.equal(got, stale) for got, _, stale in attempts)
+    else:
+        assert all(torch.equal(got, want) for got, want, _ in attempts)
 
 
 def x_in_order(x):

@@ -36,7 +36,7 @@ def passed(done: subprocess.CompletedProcess) -> int:
 
 
 def test_the_triton_example_meets_the_model() -> None:
-    cases = [c for c in goldens.KERNELS["cache_insert"].cases if c.committed and c.exact_only is None]
+    cases = [c for c in goldens.KERNELS["cache_insert"].cases if c.committed]
     assert passed(verify("--candidate", TRITON, "--kernel", "cache_insert")) == len(cases)
 
 

@@ -11,6 +11,7 @@ import torch
 import goldens
 from cute_impl import kda as module
 from cute_impl.kda.chunk16 import CLUSTERS
+from cute_impl.probes_launch import write_late
 from goldens import store
 from goldens.judge import judge, select
 from reference import kda as reference
@@ -297,3 +298,22 @@ def test_a_state_that_is_the_identity(gpu):
     x["g"], x["beta"] = torch.full_like(x["g"], -torch.inf), torch.full_like(x["beta"], -200.0)
     x["initial_state"] = torch.eye(D, device=gpu).mul(3.0).expand(1, 2, -1, -1).contiguous()
     assert torch.equal(launch(x, params, schedule=SCAN)["final_state"], x["initial_state"])
+
+
+@pytest.mark.parametrize("schedule", [SCAN, "chunk16"])
+@pytest.mark.parametrize("name", [*module.INPUTS, "initial_state", "cu_seqlens"])
+def test_any_argument_may_come_from_the_launch_before(name, schedule, gpu):
+    """Behind a writer of it that lets the kernel start at once."""
+    (x, params), (fresh, _) = lasting(gpu, (140, 70)), lasting(gpu, (70, 140), seed=2)
+    want, stale = (reference.exact(x | {name: y[name]}, params, schedule) for y in (fresh, x))
+    assert not same(want, stale)
+    options = {key: params[key] for key in ("scale", "lower_bound")} | {"schedule": schedule}
+    given = {key: t.clone() for key, t in x.items()}
+    made = {key: torch.empty_like(y) for key, y in want.items()}
+    # Nothing else may stand between the two launches, so compile and load before.
+    module.fwd(**given, **made, **options)
+    write_late(given[name], given[name])
+    torch.cuda.synchronize()
+    write_late(given[name], fresh[name])
+    module.fwd(**given, **made, **options)
+    assert_bits(made, want)

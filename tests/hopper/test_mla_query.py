@@ -13,6 +13,7 @@ import goldens
 from cute_impl import mla_query as module
 from cute_impl.attn_res import mailbox as on_device
 from cute_impl.mla_query import SMALL_B, dcp
+from cute_impl.probes_launch import write_late
 from goldens import store
 from goldens.compare import against_exact
 from goldens.judge import judge, select
@@ -160,8 +161,9 @@ def test_slots(slots, heads, gpu):
 def test_both_ways_to_stage(heads, gpu):
     for rows in range(1, SMALL_B[heads] + 1):
         for cp_async in (False, True):
-            for pdl in (False, True):
-                assert_exact(*normal(gpu, heads, rows, seed=4), "small", q_b_cp_async=cp_async, pdl=pdl)
+            for early in (False, True):
+                x = normal(gpu, heads, rows, seed=4)
+                assert_exact(*x, "small", q_b_cp_async=cp_async, weights_complete=early)
 
 
 @pytest.mark.parametrize("cp_async", [False, True])
@@ -172,6 +174,7 @@ def test_overlapping_launches(heads, rows, cp_async, gpu):
     want = reference.exact(x, params, "small")
     out = torch.empty(rows, heads, 576, dtype=torch.uint8, device=gpu)
     options = {"eps": params["eps"], "schedule": "small", "out": out, "q_b_cp_async": cp_async}
+    options["weights_complete"] = True
     module.mla_query(**x, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -261,13 +264,13 @@ def test_cache_of_float8(gpu):
 # Launching.
 
 
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("weights_complete", [False, True])
 @pytest.mark.parametrize(("schedule", "heads", "rows"), EITHER)
-def test_graph_replay_with_changed_inputs(schedule, heads, rows, pdl, gpu):
+def test_graph_replay_with_changed_inputs(schedule, heads, rows, weights_complete, gpu):
     """Two launches a graph on one output and one cache, the second with programmatic dependent launch or without."""
     x, params = normal(gpu, heads, rows)
     out = torch.empty(rows, heads, 576, dtype=torch.uint8, device=gpu)
-    options = {"eps": params["eps"], "schedule": schedule, "out": out, "pdl": pdl}
+    options = {"eps": params["eps"], "schedule": schedule, "out": out, "weights_complete": weights_complete}
     module.mla_query(**x, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -300,13 +303,62 @@ def test_custom_operators(gpu):
     x, params = normal(gpu, 1, 3)
     tensors = [x[name] for name in module.INPUTS]
     out = torch.empty(3, 1, 576, dtype=torch.uint8, device=gpu)
-    options = (params["eps"], "small", False, True)
+    options = (params["eps"], "small", False, False)
     torch.library.opcheck(torch.ops.goldens.mla_query, (*tensors, out, *options))
     box = dcp.Mailbox([dcp.Mailbox.empty(1, 1, 3, gpu)], 0, polls=100)
     rest = (box.buffers, box.state, box.status, box.rank, box.polls)
     # Each call is another round of the mailbox.
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.goldens.mla_query_dcp, (*tensors, out, *rest, *options), test_utils=tests)
+
+
+READ = [name for name in module.INPUTS if name != "cache"]
+WEIGHTS = ("w_qa", "w_kva", "w_qb", "w_uk")
+
+
+def behind_a_late_writer(gpu, name, schedule, rows, **options):
+    """(output, cache) of the kernel, launched behind a writer of argument ``name`` that lets it start at once; what
+    they should be, and what they are of the argument as it was before."""
+    cases = [make_case(1, rows, pages=PAGES, page_size=PAGE_SIZE, seed=seed) for seed in (1, 2)]
+    (x, fresh), params = (drawn(case, gpu) for case in cases), cases[0].params
+    # Every seed has the same large weights and scales.
+    fresh |= {key: -x[key] for key in ("w_qb", "w_uk")} | {key: 2 * x[key] for key in ("q_scale_inv", "k_scale_inv")}
+    wanted = [reference.exact(x | {name: y[name]}, params, schedule) for y in (fresh, x)]
+    given, out = {key: t.clone() for key, t in x.items()}, torch.empty(rows, 1, 576, dtype=torch.uint8, device=gpu)
+    options |= {"eps": params["eps"], "schedule": schedule}
+    # Nothing else may stand between the two launches, so compile and load before.
+    module.mla_query(**{key: t.clone() for key, t in x.items()}, **options)
+    write_late(given[name], given[name])
+    torch.cuda.synchronize()
+    write_late(given[name], fresh[name])
+    module.mla_query(**given, **options, out=out)
+    return (out, given["cache"]), *((want["output"], want["cache"]) for want in wanted)
+
+
+def equal(got, want):
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize(("schedule", "rows"), [("small", 2), ("tiled", 9)])
+@pytest.mark.parametrize("name", READ)
+def test_any_argument_may_come_from_the_launch_before(name, schedule, rows, gpu):
+    got, want, stale = behind_a_late_writer(gpu, name, schedule, rows)
+    assert not equal(want, stale)
+    assert equal(got, want)
+
+
+ATTEMPTS = 10  # of the promise: other work on the GPU may keep two launches apart
+
+
+@pytest.mark.parametrize(("schedule", "rows"), [("small", 2), ("tiled", 9)])
+@pytest.mark.parametrize("name", READ)
+def test_by_the_promise_the_weights_are_read_at_once(name, schedule, rows, gpu):
+    """So the late writer is late; and everything else is waited for."""
+    attempts = (behind_a_late_writer(gpu, name, schedule, rows, weights_complete=True) for _ in range(ATTEMPTS))
+    if name in WEIGHTS:
+        assert any(equal(got, stale) for got, _, stale in attempts)
+    else:
+        assert all(equal(got, want) for got, want, _ in attempts)
 
 
 # Decode context parallelism.
@@ -399,7 +451,8 @@ class Rounds:
     def round(self, i):
         """Round i, with other delays each."""
         dcp.publish_others(self.foreign[i], self.box, delay_ns=(0, 100, 700, 2000)[i % 4])
-        module.mla_query(**self.x[i], eps=self.params["eps"], schedule=self.schedule, out=self.output, mailbox=self.box)
+        options = {"schedule": self.schedule, "out": self.output, "mailbox": self.box, "weights_complete": True}
+        module.mla_query(**self.x[i], eps=self.params["eps"], **options)
         back = [None if other == self.rank else self.empty for other in range(len(self.box.buffers))]
         on_device.check([self.output, *self.box.buffers], self.want[i], [self.poison, *back], self.wrong)
 

@@ -1,18 +1,19 @@
 """What notices a fault: equal bits, the derived bound in ULPs, and the customary tolerance, one for all."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import goldens
 from goldens import store
-from goldens.case import Case, Kernel, Tensors
+from goldens.case import Case, Tensors
 from goldens.compare import Verdict, against_exact, against_model
-from goldens.judge import by_format, judge, select
+from goldens.judge import Judge, by_format, select
 from reference.numerics.formats import E4M3, encode
 from tools.faults.patch import Fault, imported
 
@@ -44,7 +45,7 @@ def cases_of(fault: Fault) -> list[Case]:
 
 
 class Bench:
-    """Goldens, each read once, and what ``judge`` asks of the sound model, each computed once."""
+    """Goldens and their judges, each made once."""
 
     def __init__(self) -> None:
         self._manifest = store.read_manifest()
@@ -53,25 +54,36 @@ class Bench:
     def golden(self, case: Case) -> Tensors:
         return self._once(("golden", case.id), lambda: store.load(case, self._manifest))
 
-    def kernel(self, case: Case) -> Kernel:
-        """The case's kernel, answering for this case alone; it locates nothing."""
-        kernel = goldens.KERNELS[case.kernel]
+    def judge(self, case: Case) -> Judge:
+        """The case's judge, which locates nothing."""
+        kernel = dataclasses.replace(goldens.KERNELS[case.kernel], locate=lambda *_: {})
+        return self._once(("judge", case.id), lambda: Judge(kernel, case, self.golden(case)))
 
-        def model(inputs: Any, params: Any, dtype: torch.dtype) -> Tensors:
-            return self._once((case.id, dtype), lambda: kernel.reference.model(inputs, params, dtype))
-
-        def bound(inputs: Any, params: Any, who: str) -> Tensors:
-            return self._once((case.id, who), lambda: kernel.bound(inputs, params, who))
-
-        reference: Any = SimpleNamespace(model=model, SCHEDULES=kernel.reference.SCHEDULES)
-        return dataclasses.replace(kernel, reference=reference, bound=bound, locate=lambda *_: {})
+    def right(self, case: Case, schedule: str) -> Tensors:
+        """The golden's own outputs of a schedule or the model."""
+        return select(self.golden(case), "model/" if schedule == "model" else f"exact/{schedule}/")
 
     def right_is_close(self, case: Case, schedule: str) -> bool:
         """Whether the golden's own outputs are within the tolerance of the model's."""
-        right = select(self.golden(case), "model/" if schedule == "model" else f"exact/{schedule}/")
-        return self._once(
-            (case.id, schedule, "close"), lambda: close(self.kernel(case), self.golden(case), right, schedule)
-        )
+        return self._once((case.id, schedule, "close"), lambda: self.close(case, self.right(case, schedule), schedule))
+
+    def close(self, case: Case, outputs: Mapping[str, Tensor], schedule: str) -> bool:
+        """Whether all values are within ``TOLERANCE`` of the model's in the output's format, NaN being equal.
+
+        Outputs that the model does not make are held to the schedule's.
+        """
+        kernel, golden = goldens.KERNELS[case.kernel], self.golden(case)
+        for name, got in outputs.items():
+            value = by_format(kernel, case, name, got)
+            model = golden.get(f"model/{name}")
+            if model is None:
+                want = by_format(kernel, case, name, golden[f"exact/{schedule}/{name}"])
+            else:
+                want = encode(model, E4M3) if value.dtype == E4M3.dtype else model
+            value, want = value.to(torch.float32), want.to(torch.float32)
+            if not torch.allclose(value, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
+                return False
+        return True
 
     def _once(self, key: tuple, make: Callable[[], Any]) -> Any:
         if key not in self._kept:
@@ -79,36 +91,16 @@ class Bench:
         return self._kept[key]
 
 
-def close(kernel: Kernel, golden: Tensors, outputs: Tensors, schedule: str) -> bool:
-    """Whether all values are within ``TOLERANCE`` of the model's in the output's format, NaN being equal.
-
-    Outputs that the model does not make are held to the schedule's.
-    """
-    for name, got in outputs.items():
-        value = by_format(kernel, name, got)
-        model = golden.get(f"model/{name}")
-        if model is None:
-            want = by_format(kernel, name, golden[f"exact/{schedule}/{name}"])
-        else:
-            want = encode(model, E4M3) if value.dtype == E4M3.dtype else model
-        value, want = value.to(torch.float32), want.to(torch.float32)
-        if not torch.allclose(value, want, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True):
-            return False
-    return True
-
-
 def verdicts(bench: Bench, case: Case, outputs: Tensors, schedule: str) -> list[Verdict]:
-    """Those of ``judge``; of the model's own outputs, bits and twice the model's bound."""
-    kernel, golden = bench.kernel(case), bench.golden(case)
+    """Those of ``Judge``; of the model's own outputs, bits and twice the model's bound."""
+    judge, found = bench.judge(case), []
     if schedule != "model":
-        return judge(kernel, case, golden, outputs, schedule)
-    inputs, found = select(golden, "in/"), []
-    oracle = kernel.reference.model(inputs, case.params, torch.float64)
-    own = kernel.bound(inputs, case.params, "model")
-    for name, want in select(golden, "model/").items():
+        return judge(outputs, schedule)
+    for name, want in judge.model.items():
         found.append(against_exact(name, outputs[name], want))
         if case.exact_only is None:
-            found.append(against_model(name, outputs[name], want, oracle[name], 2 * own[name]))
+            bound = judge.bound("model")[name]
+            found.append(against_model(name, outputs[name], want, judge.oracle[name], bound))
     return found
 
 
@@ -117,13 +109,13 @@ def noticed(bench: Bench, case: Case, outputs: Tensors, schedule: str) -> set[st
 
     The bound is no judge where the case has none, the tolerance where right outputs are beyond it.
     """
-    right = select(bench.golden(case), "model/" if schedule == "model" else f"exact/{schedule}/")
+    right = bench.right(case, schedule)
     if outputs.keys() == right.keys() and all(against_exact(name, outputs[name], right[name]).passed for name in right):
         return set()  # the golden itself passes all three: other tests see to that
     found = verdicts(bench, case, outputs, schedule)
     said = {"bits" if v.against == "exact" else "bound" for v in found if not v.passed}
     usable = bench.right_is_close(case, schedule)
-    if usable and not close(bench.kernel(case), bench.golden(case), outputs, schedule):
+    if usable and not bench.close(case, outputs, schedule):
         said.add("tolerance")
     return said
 

@@ -86,7 +86,7 @@ class Group:
     @property
     def by_model(self) -> int:
         """Elements judged by the model."""
-        return sum(row.model.elements for row in self.rows if row.model)
+        return sum(row.model.judged for row in self.rows if row.model)
 
     def largest(self, field: str) -> float | None:
         """The largest value of a field of the verdicts against the model, those that compared no element aside."""
@@ -194,7 +194,7 @@ class Failure:
     @property
     def where(self) -> str:
         """Where its elements lie, or what else is wrong."""
-        return place(self.verdict) or self.verdict.reason
+        return "; ".join(filter(None, (self.verdict.place, place(self.verdict)))) or self.verdict.reason
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class Row:
         words = "pass" if self.passed else "FAIL"
         if model is None and self.result.note:
             words += ", exact alone"
+        if model and model.undecided:
+            words += f", model decides on {model.judged:,} of {model.elements:,}"
         return (
             self.result.case.id,
             self.result.schedule,
@@ -99,7 +101,7 @@ def details(result: Result) -> list[str]:
         lines.append(f"{result.case.id} {result.schedule} {verdict.output} against {verdict.against}: {verdict.reason}")
         if verdict.histogram:
             lines.append("  elements by ULPs: " + ", ".join(f"≤{high}: {n}" for high, n in verdict.histogram.items()))
-        lines += [f"  {place(verdict)}"] if place(verdict) else []
+        lines += [f"  {words}" for words in (verdict.place, place(verdict)) if words]
         for e in verdict.worst:
             made_by = " ".join(f"{part} {number}" for part, number in e.where.items())
             lines.append(
@@ -128,5 +130,10 @@ def summary(results: Iterable[Result]) -> str:
     """One line: how many cases passed, and what was compared."""
     results = list(results)
     passed = sum(result.passed for result in results)
-    elements = sum(v.elements for r in results for v in r.verdicts if v.against != "model")
-    return f"{passed} of {len(results)} runs passed; {elements:,} elements compared bit for bit"
+    verdicts = [verdict for result in results for verdict in result.verdicts]
+    bits = sum(v.elements for v in verdicts if v.against != "model")
+    by_model = [v for v in verdicts if v.against == "model"]
+    judged, undecided = sum(v.judged for v in by_model), sum(v.undecided for v in by_model)
+    words = f"{passed} of {len(results)} runs passed; {bits:,} elements compared bit for bit"
+    words += f", {judged:,} judged by the model" if judged else ""
+    return words + (f", which does not decide on {undecided:,}" if undecided else "")

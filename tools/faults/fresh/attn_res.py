@@ -115,9 +115,9 @@ _EXACT = (
 
 _MODEL = (
     ("model-epsilons-swapped", "model", "eps and out_eps are exchanged.",
-     '(params["eps"], params["out_eps"], D))', '(params["out_eps"], params["eps"], D))'),
+     '(*epsilons(params), D))', '(*epsilons(params)[::-1], D))'),
     ("model-mean-of-d-minus-one", "model", "The mean divides by D − 1.",
-     '(params["eps"], params["out_eps"], D))', '(params["eps"], params["out_eps"], D - 1))'),
+     '(*epsilons(params), D))', '(*epsilons(params), D - 1))'),
     ("model-prefix-first", "model", "The prefix is the first source, not the last: the same sums in another order.",
      _X, 'x = torch.cat([p[part, None].to(dtype), blocks[part, : params["nb"]].to(dtype)], dim=1)'),
     ("model-one-source-more", "model", "One row more than nb is a source, if there is one.",
@@ -203,7 +203,7 @@ _CLUSTER = (
     ("gamma-of-four-ctas", "cluster7_direct", "CTAs from the fifth on read the gamma of the first.",
      'gamma = _threads(inputs["gamma"])', 'gamma = _threads(inputs["gamma"])[:, torch.arange(THREADS) % 512]'),
     ("one-epsilon", "cluster7", "Both norms take eps.",
-     'for name in ("eps", "out_eps"))\n    output', 'for name in ("eps", "eps"))\n    output'),
+     'for x in epsilons(params))\n    output', 'for x in epsilons(params)[:1] * 2)\n    output'),
     ("tokens-from-64-stale", "cluster7", "Tokens from 64 on read the blocks of the first 64.",
      _LAST, '_threads(inputs["blocks"][: p[part].shape[0], : params["nb"]]), _threads(p[part])'),
     ("prefix-unrounded-inside", "cluster7",
