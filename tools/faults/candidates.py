@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from types import ModuleType
 
 import torch
 
+import goldens
 from goldens import invariance
-from goldens.case import Case, Kernel, Params, Tensors
+from goldens.case import Case, Params, Tensors
 from goldens.compare import Verdict
-from goldens.judge import CallFailed, Candidate, call, failed, judge, select
-from tools.faults.patch import Fault, imported
-from tools.faults.trial import Bench, cases_of
+from goldens.judge import CallFailed, Candidate, call, failed, select
+from tools.faults.patch import Fault, edited
+from tools.faults.plain.legal import LEGAL
+from tools.faults.trial import Bench
 
 CPU = torch.device("cpu")
 CHECKS = ("judge", "invariance")
@@ -41,29 +45,37 @@ class Outcome:
 
 
 def candidate_of(fault: Fault) -> Candidate:
-    """The function ``candidate`` of the edited module."""
-    with imported("tools", fault.edits) as load:
-        return load(f"tools.faults.plain.{fault.kernel}").candidate
+    """The function ``candidate`` of the edited module, which imports nothing of the checkout."""
+    module = ModuleType(fault.kernel)
+    for path, source in edited(fault.edits).items():
+        exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
+    return module.candidate
 
 
-def judged(bench: Bench, kernel: Kernel, case: Case, candidate: Candidate) -> list[Verdict]:
-    """Those of ``judge`` on copies of the golden's inputs."""
-    golden = bench.golden(case)
+def small_first(bench: Bench, kernel: str) -> list[Case]:
+    """The committed cases of a kernel by the elements of their goldens."""
+    cases = [case for case in goldens.KERNELS[kernel].cases if case.committed]
+    return sorted(cases, key=lambda case: sum(x.numel() for x in bench.golden(case).values()))
+
+
+def judged(bench: Bench, case: Case, candidate: Candidate) -> list[Verdict]:
+    """Those of ``Judge`` on copies of the golden's inputs."""
     try:
-        outputs = call(candidate, select(golden, "in/"), case.params, CPU)
+        outputs = call(candidate, select(bench.golden(case), "in/"), case.params, CPU)
     except CallFailed as error:
         return failed(str(error), "model")
-    return judge(kernel, case, golden, outputs, None)
+    return bench.judge(case)(outputs, None)
 
 
-def compared(bench: Bench, kernel: Kernel, case: Case, candidate: Candidate) -> Iterator[Verdict]:
+def compared(bench: Bench, case: Case, candidate: Candidate) -> Iterator[Verdict]:
     """Those of ``invariance.check``, without graphs."""
 
     def once(inputs: Tensors, params: Params, graph: bool) -> Tensors:
         return call(candidate, inputs, params, CPU)
 
+    kernel, inputs = goldens.KERNELS[case.kernel], select(bench.golden(case), "in/")
     try:
-        for found in invariance.check(kernel, case, select(bench.golden(case), "in/"), once, None, graphs=False):
+        for found in invariance.check(kernel, case, inputs, once, None, graphs=False):
             if isinstance(found, Verdict):
                 yield found
     except CallFailed as error:
@@ -73,18 +85,16 @@ def compared(bench: Bench, kernel: Kernel, case: Case, candidate: Candidate) -> 
 def refusals(fault: Fault, bench: Bench) -> Iterator[Refusal]:
     """All on the committed cases: the judge's before invariance's, small cases first."""
     candidate = candidate_of(fault)
-    cases = sorted(cases_of(fault), key=lambda case: sum(x.numel() for x in bench.golden(case).values()))
+    cases = small_first(bench, fault.kernel)
     for check, verdicts in zip(CHECKS, (judged, compared), strict=True):
         for case in cases:
-            for x in verdicts(bench, bench.kernel(case), case, candidate):
+            for x in verdicts(bench, case, candidate):
                 if not x.passed:
                     yield Refusal(check, case.name, x.output, x.reason, x.max_error_over_bound)
 
 
-def run_right(fault: Fault, bench: Bench) -> Outcome:
-    return Outcome(fault, True, tuple(refusals(fault, bench)))
-
-
-def run_wrong(fault: Fault, bench: Bench) -> Outcome:
-    first = next(refusals(fault, bench), None)
-    return Outcome(fault, False, (first,) if first else ())
+def run(fault: Fault, bench: Bench) -> Outcome:
+    """A right candidate on all cases, a wrong one until it is refused."""
+    if fault in LEGAL:
+        return Outcome(fault, True, tuple(refusals(fault, bench)))
+    return Outcome(fault, False, tuple(islice(refusals(fault, bench), 1)))

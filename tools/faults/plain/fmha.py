@@ -1,4 +1,4 @@
-"""fmha in plain torch: FP32 sums, tiles of 64 keys, the online softmax; head by head, so that none depends on others."""
+"""fmha in plain torch: FP32 sums, tiles of 64 keys, the online softmax; no head depends on another."""
 
 import math
 from collections.abc import Mapping

@@ -6,7 +6,7 @@ from tools.faults.patch import Edit, Fault
 
 
 def variants(kernel: str, rows: Iterable[tuple[str, ...]]) -> tuple[Fault, ...]:
-    """The rows (name, what, old, new, and a second old, new if it takes two) as edits of the kernel's plain candidate."""
+    """The rows (name, what, old, new, and further old, new if it takes more) as edits of the plain candidate."""
     return tuple(_variant(kernel, *row) for row in rows)
 
 
