@@ -532,8 +532,8 @@ ROWS = variants(
             "out = " + _OUT[7:] + "\n    out.view(-1)[9::5003] *= 1.02\n    return out",
         ),
         (
-            "delta-damaged",
-            "The caller's gamma is normalised in place.",
+            "gamma-damaged",
+            "The caller's gamma is halved in place.",
             _RETURN,
             '    inputs["gamma"].mul_(0.5)\n' + _RETURN,
         ),
