@@ -104,7 +104,8 @@ class Kernel:
     (fp64, one per element of each output) that a schedule, or "model", may have against the oracle before its
     last rounding: infinite where the oracle does not decide what it gives, 0 where it copies an input; derived where
     it is written. outputs: those of the interface, by parameters. properties: what it owes bit for bit whatever the
-    schedule, besides ``goldens.invariance.EVERY``. locate: which part of a schedule made an element.
+    schedule, besides ``goldens.invariance.EVERY``. locate: which part of a schedule made an element. legal: names that
+    ``bound`` has besides the schedules': what a candidate that claims none may do.
     """
 
     name: str
@@ -115,3 +116,4 @@ class Kernel:
     outputs: Callable[[Params], Mapping[str, Output]]
     properties: tuple[Property, ...] = ()
     locate: Callable[[Case, str, str, tuple[int, ...]], dict[str, int]] = field(default=lambda *_: {})
+    legal: tuple[str, ...] = ()

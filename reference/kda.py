@@ -9,10 +9,10 @@
 | cu_seqlens | [N + 1] int64 or int32 | may be left out, then N = B; else B = 1 |
 
 Sequence n has the tokens from cu_seqlens[n] up to cu_seqlens[n + 1]. All are contiguous and on one device. Parameters:
-``scale`` (a finite number of fp32), ``lower_bound`` (from −5 to 5) and ``final_state``, which is "bf16", "fp32" (like
-initial_state, if there is one) or None: the type of the state that is asked for.
-Outputs: out [B, T, H, 128], bf16 (the model's in its own type), and final_state [N, H, V, K] if asked for. It is an
-output only: what a caller's tensor held before has no influence.
+``scale`` (a finite number), ``lower_bound`` (from −5 to 5; both are rounded to the nearest of fp32) and
+``final_state``, which is "bf16", "fp32" (like initial_state, if there is one) or None: the type of the state that is
+asked for. Outputs: out [B, T, H, 128], bf16 (the model's in its own type), and final_state [N, H, V, K] if asked for.
+It is an output only: what a caller's tensor held before has no influence.
 
 Per head, with S [V, K], q̂ = q / √(Σq² + 1e-6), k̂ likewise, b = sigmoid(beta) and, per channel and in natural log,
 γ = lower_bound · sigmoid(exp(A_log) · (g + dt_bias)):

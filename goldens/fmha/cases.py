@@ -87,6 +87,18 @@ CASES = (
     make_case(64, False, (4, 144), "dominant", schedules=WGMMA[:1]),
     make_case(64, True, (6, 33), "normal", heads=(4, 2), scale=0.3, schedules=WGMMA[:1], whole=True),
     make_case(64, False, (33, 40), "nan", schedules=WGMMA[:1]),
+    # Three tiles of either width, a second CTA of rows, grouped heads of two batches, infinities beyond the mask.
+    make_case(64, True, (140, 400), "normal", heads=(4, 2), scale=0.3, schedules=WGMMA),
+    make_case(64, False, (5, 400), "normal", batch=2, heads=(6, 3), schedules=WGMMA),
+    make_case(64, True, (70, 134), "inf", schedules=WGMMA),
+    make_case(64, False, (3, 400), "ties", schedules=WGMMA),
+    make_case(64, True, (9, 400), "halfway", schedules=WGMMA),
+    make_case(64, True, (9, 400), "subnormal", schedules=WGMMA),
+    # Scores that no finite mask is below.
+    make_case(64, True, (66, 190), "far", schedules=WGMMA),
+    make_case(64, True, 64, "far"),
+    make_case(64, True, 64, "overflow"),
+    make_case(64, True, 192, "subnormal"),
     # Weights' sums near 1 and lse below it, where lg2 is cut; a scale that times fp32(log2 e) is not c.
     make_case(64, False, (2, 3), "normal", scale=0.9, seed=7, schedules=WGMMA[:1]),
     # A neighbour full of NaN, a sequence without keys, one without queries, one of a single row.
