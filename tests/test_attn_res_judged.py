@@ -10,9 +10,10 @@ from torch import Tensor
 
 import goldens
 from goldens import invariance, store
+from goldens.call import Candidate, call
 from goldens.case import Case, Tensors
 from goldens.compare import Verdict
-from goldens.judge import Candidate, call, judge, select
+from goldens.judge import judge, select
 from reference import attn_res
 from tools.adapters import exact
 

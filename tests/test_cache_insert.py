@@ -13,8 +13,8 @@ from torch import Tensor
 import goldens
 from goldens import cache_insert as room
 from goldens import invariance, store
+from goldens.call import call as call_candidate
 from goldens.compare import Verdict, against_exact
-from goldens.judge import call as call_candidate
 from goldens.judge import judge, select
 from reference import cache_insert as kernel
 from reference.cache_insert import LATENT, ROPE, WIDTH, exact, model

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import goldens
 from goldens import invariance
+from goldens.call import call
 from goldens.case import Case, Tensors
 from goldens.compare import Verdict
-from goldens.judge import call
 from goldens.kda import make_case, properties
 from reference import kda as reference
 from tools.adapters import exact

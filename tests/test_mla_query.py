@@ -15,8 +15,8 @@ import goldens
 from goldens import cache_insert as insert
 from goldens import invariance, store
 from goldens import mla_query as room
+from goldens.call import call as call_candidate
 from goldens.compare import Verdict
-from goldens.judge import call as call_candidate
 from goldens.judge import judge, select
 from goldens.mla_query import properties
 from reference import cache_insert
