@@ -9,9 +9,10 @@ import torch
 
 import goldens
 from goldens import invariance
+from goldens.call import CallFailed, Candidate, call
 from goldens.case import Case, Params, Tensors
 from goldens.compare import Verdict
-from goldens.judge import CallFailed, Candidate, call, failed, select
+from goldens.judge import failed, select
 from tools.faults.patch import Fault, edited
 from tools.faults.plain.legal import LEGAL
 from tools.faults.trial import Bench
