@@ -550,6 +550,7 @@ REFUSED = {
     "causal": (GOOD, {"causal": 1}, r"causal: got 1, allowed are True and False"),
     "scale-zero": (GOOD, {"scale": 0.0}, r"scale: got 0.0, allowed is None or a number from 1.17"),
     "scale-negative": (GOOD, {"scale": -1.0}, r"scale: got -1.0, allowed is None or a number"),
+    "scale-beyond-the-range-of-weights": (GOOD, {"scale": 65537.0}, r"scale: got 65537.0, .* from 1.17\S+ to 65536.0"),
     "scale-inf": (GOOD, {"scale": math.inf}, r"scale: got inf, allowed is None or a number"),
     "scale-nan": (GOOD, {"scale": math.nan}, r"scale: got nan, allowed is None or a number"),
     "scale-subnormal": (GOOD, {"scale": 1e-40}, r"scale: got 1e-40, allowed is None or a number"),

@@ -47,8 +47,8 @@ def attention(
     q, k, v: bf16 [B·H, N, d] or [B, N, H, d], of any strides that TMA takes (1 along d, else multiples of 8); with
     ``cu_seqlens_q`` and ``cu_seqlens_k``, int32 [B + 1], packed sequences [ΣN, H, d], the longest in q of
     ``max_seqlen_q`` rows. d is 64 or 128; the heads of q are a multiple of those of k; lengths are free. causal:
-    query i sees key j if j ≤ i + Nk − Nq; a row that sees no key has o = 0, lse = −inf. scale: fp32(1/√d) unless given.
-    lse: [B·H, N], [B, H, N] or [H, ΣN]. rung: one of ``RUNGS``, by default the fastest that has the schedule; k2 and k3
+    query i sees key j if j ≤ i + Nk − Nq; a row that sees no key has o = 0, lse = −inf. scale: fp32(1/√d) unless
+    given, at most 2^16. lse: [B·H, N], [B, H, N] or [H, ΣN]. rung: one of ``RUNGS``, by default the fastest that has the schedule; k2 and k3
     take [B·H, N, d] of one shape, N a multiple of 64, and make no lse. schedule: one of ``SCHEDULES``, by default the
     rung's first. ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
