@@ -85,19 +85,19 @@ def cache_insert(
     """Write rows into the cache on an sm_90 GPU, in place.
 
     kv [B, 512] and k_pe [B, 64] bf16, rows at any multiple of 8 elements; w_kva [512] bf16; cache [pages, page_size,
-    576], uint8 or float8_e4m3fn, contiguous; slots [B] int64, page · page_size + offset; k_scale_inv [1] fp32. All at
-    multiples of 16 bytes, slots and k_scale_inv of 8 and 4. A row whose slot is outside the cache (−1) is skipped.
-    Two rows of the same slot race: which bytes remain is not defined. weights_complete: the caller's
-    promise that w_kva is complete at launch: not written by the launch before on this stream, nor by those that it may
-    overlap, back to the last ordinary one and including it. It is then read at once, by programmatic dependent launch,
-    while launches before still run; everything else may come from the launch before. Without the promise the kernel
-    starts when all before it on the stream has ended. debug: read the slots back first; ValueError if two rows have the
-    same non-negative one, a RuntimeWarning lists those outside the cache but −1.
+    576], uint8 or float8_e4m3fn, contiguous; slots [B] int64, page · page_size + offset; k_scale_inv [1] fp32; eps from
+    0 on, rounded to fp32. All at multiples of 16 bytes, slots and k_scale_inv of 8 and 4. A row whose slot is outside
+    the cache (−1) is skipped. Two rows of the same slot race: which bytes remain is not defined. weights_complete: the
+    caller's promise that w_kva is complete at launch: not written by the launch before on this stream, nor by those
+    that it may overlap, back to the last ordinary one and including it. It is then read at once, by programmatic
+    dependent launch, while launches before still run; everything else may come from the launch before. Without the
+    promise the kernel starts when all before it on the stream has ended. debug: read the slots back first; ValueError
+    if two rows have the same non-negative one, a RuntimeWarning lists those outside the cache but −1.
 
     ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
     tensors = dict(zip(NAMES, (kv, k_pe, w_kva, cache, slots, k_scale_inv), strict=True))
-    checks.check_eps(eps)
+    eps = checks.eps_number(eps)
     checks.check_flags(weights_complete=weights_complete, debug=debug)
     checks.check_forms(
         tensors,
@@ -113,7 +113,7 @@ def cache_insert(
     if debug:
         checks.check_slots(slots, cache)
     runtime.require_hopper(kv.device)
-    torch.ops.goldens.cache_insert(*tensors.values(), float(eps), weights_complete)
+    torch.ops.goldens.cache_insert(*tensors.values(), eps, weights_complete)
 
 
 def run(inputs: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str = "insert") -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ were compiled for.
 
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass.cute as cute
@@ -54,6 +55,15 @@ def require_names(what: str, given: Mapping, names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f"{what}: {', '.join(missing)} missing; this kernel takes {', '.join(names)}")
+
+
+def fp32_number(name: str, value: Any) -> float:
+    """The fp32 number nearest to the argument ``name``, ties to even. ValueError unless it is an int or a float that is
+    at most fp32's largest in magnitude."""
+    largest = torch.finfo(torch.float32).max
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= largest:
+        raise ValueError(f"{name}: got {value!r}, allowed is a finite number of at most {largest} in magnitude")
+    return torch.tensor(float(value), dtype=torch.float32).item()
 
 
 def require_hopper(device: torch.device) -> None:

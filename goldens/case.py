@@ -70,7 +70,8 @@ class Variant:
 
     inputs: tensors, or a function that makes them of the outputs of the variant before. graph: recorded in a CUDA graph
     on other numbers and replayed on these. may_refuse: a ValueError is an answer too. not_owed_by: schedules whose
-    definition does not promise it.
+    definition does not promise it. batch: the same sequence, row or token in another batch, which a candidate that
+    declares itself not batch-invariant owes within the bound alone.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Variant:
     graph: bool = False
     may_refuse: bool = False
     not_owed_by: tuple[str, ...] = ()
+    batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Kernel:
     (fp64, one per element of each output) that a schedule, or "model", may have against the oracle before its
     last rounding: infinite where the oracle does not decide what it gives, 0 where it copies an input; derived where
     it is written. outputs: those of the interface, by parameters. properties: what it owes bit for bit whatever the
-    schedule, besides ``goldens.invariance.EVERY``. locate: which part of a schedule made an element.
+    schedule, besides ``goldens.invariance.EVERY``. locate: which part of a schedule made an element. legal: names that
+    ``bound`` has besides the schedules': what a candidate that claims none may do.
     """
 
     name: str
@@ -115,3 +118,4 @@ class Kernel:
     outputs: Callable[[Params], Mapping[str, Output]]
     properties: tuple[Property, ...] = ()
     locate: Callable[[Case, str, str, tuple[int, ...]], dict[str, int]] = field(default=lambda *_: {})
+    legal: tuple[str, ...] = ()

@@ -12,19 +12,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from goldens.call import CallFailed, Unsupported
 from goldens.case import Case, Kernel, Params, Part, Property, Tensors, Variant
 from goldens.compare import Verdict, against_exact
-from goldens.judge import CallFailed, Unsupported
 
 AGAINST = "invariance"
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A variant that the candidate does not do, and its words."""
+    """A variant that the candidate does not do, and its words; ``allowed``: nobody need do it."""
 
     name: str
     reason: str
+    allowed: bool
 
 
 Call = Callable[[Tensors, Params, bool], Tensors]
@@ -53,11 +54,11 @@ def check(
             try:
                 before = call(made, variant.params, variant.graph)
             except Unsupported as refused:
-                yield Skipped(variant.name, str(refused))
+                yield Skipped(variant.name, str(refused), variant.may_refuse)
                 continue
             except CallFailed as error:
                 if variant.may_refuse and error.refusal:
-                    yield Skipped(variant.name, str(error))
+                    yield Skipped(variant.name, str(error), True)
                 else:
                     yield Verdict(f"{variant.name}: call", AGAINST, False, str(error))
                 continue
@@ -72,7 +73,13 @@ def _compared(variant: Variant, outputs: Tensors, base: Tensors) -> Iterator[Ver
         if part.output not in outputs:
             yield Verdict(name, AGAINST, False, "missing: the candidate returned no such output")
         elif want.numel():
-            yield replace(against_exact(name, outputs[part.output][part.mine], want), against=AGAINST)
+            try:
+                got = outputs[part.output][part.mine]
+            except IndexError:
+                shape = tuple(outputs[part.output].shape)
+                yield Verdict(name, AGAINST, False, f"shape: got {shape}, which has not this part")
+            else:
+                yield replace(against_exact(name, got, want), against=AGAINST)
 
 
 # For every kernel.

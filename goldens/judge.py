@@ -1,31 +1,17 @@
-"""From a candidate to verdicts: the call, what it may return, and what is demanded of it."""
+"""From a candidate's outputs to verdicts: what is demanded of them. The call itself is ``goldens.call``."""
 
-import contextlib
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from goldens.call import Candidate, Unsupported
 from goldens.case import Case, Kernel, Tensors
 from goldens.compare import Verdict, against_exact, against_model, check_form, check_names
 
-Candidate = Callable[[Mapping[str, Tensor], Mapping[str, Any]], Mapping[str, Tensor]]
-UNREAD = {True: torch.nan, False: 0x7F}  # between the rows of a copy, by whether it is of floating point
-
-
-class Unsupported(Exception):
-    """Raised by a candidate that does not do a case; the words say why. Such a case is never passed."""
-
-
-class CallFailed(Exception):
-    """A call that gave no outputs; the words say why. ``refusal``: the candidate raised a ValueError."""
-
-    def __init__(self, reason: str, refusal: bool = False):
-        super().__init__(reason)
-        self.refusal = refusal
+__all__ = ["Candidate", "Judge", "Unsupported", "by_format", "decided", "failed", "judge", "select"]
 
 
 def select(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
@@ -37,54 +23,6 @@ def by_format(kernel: Kernel, case: Case, name: str, x: Tensor) -> Tensor:
     """Bytes as what they stand for, where the interface's output has another type; anything else as it is."""
     output = kernel.outputs(case.params).get(name)
     return x.view(output.dtype) if output is not None and x.dtype == torch.uint8 else x
-
-
-def duplicate(x: Tensor, device: torch.device) -> Tensor:
-    """A copy in memory of its own, with the same strides; what lies between its rows is NaN, or 0x7f in integers."""
-    if x.is_contiguous() or 0 in x.shape:
-        return x.to(device, copy=True, memory_format=torch.contiguous_format)
-    extent = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    fill = UNREAD[x.dtype.is_floating_point]
-    return torch.full((extent,), fill, dtype=x.dtype, device=device).as_strided(x.shape, x.stride()).copy_(x)
-
-
-def call(
-    candidate: Candidate, inputs: Mapping[str, Tensor], params: Mapping[str, Any], device: torch.device
-) -> Tensors:
-    """The candidate's outputs on the CPU, from copies of ``inputs`` on ``device``.
-
-    CallFailed with the error's last line, or with what the candidate returned in place of named tensors.
-    """
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            outputs = candidate({name: duplicate(x, device) for name, x in inputs.items()}, dict(params))
-            return collect(outputs, device)
-    except (Unsupported, CallFailed):
-        raise
-    except Exception as error:
-        raise CallFailed(words(error), isinstance(error, ValueError)) from None
-
-
-def collect(outputs: Any, device: torch.device) -> Tensors:
-    """What a candidate returned, on the CPU, once the device has finished. CallFailed unless it is named tensors."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    if not isinstance(outputs, Mapping):
-        raise CallFailed(f"returned {type(outputs).__name__}, wanted a dictionary of named tensors")
-    for name, x in outputs.items():
-        if not isinstance(name, str):
-            raise CallFailed(f"returned the name {name!r}, wanted a string")
-        if not isinstance(x, Tensor):
-            raise CallFailed(f"returned {type(x).__name__} as {name}, wanted a tensor")
-    return {name: x.detach().cpu().clone(memory_format=torch.contiguous_format) for name, x in outputs.items()}
-
-
-def words(error: BaseException) -> str:
-    """An error's own words on one line without control characters, and where it was raised."""
-    last = " ".join(traceback.format_exception_only(error)[-1].split())
-    last = "".join(letter if letter.isprintable() else "�" for letter in last)
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"raised {last}" + (f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else "")
 
 
 def failed(reason: str, against: str, what: str = "call") -> list[Verdict]:
@@ -114,13 +52,14 @@ class Judge:
     def bound(self, schedule: str | None) -> Tensors:
         """What a candidate and the model may be apart: the schedule's bound and the model's.
 
-        None: elementwise the widest of all that the kernel's schedules and the model have; infinite where any is.
+        None: elementwise the widest of all that is legal, the kernel's schedules and the model among it; infinite where
+        any is.
         """
         if schedule is not None:
             own = self._bound("model")
             return {name: x + own[name] for name, x in self._bound(schedule).items()}
         widest: Tensors = {}
-        for who in ("model", *self.kernel.reference.SCHEDULES):
+        for who in ("model", *self.kernel.reference.SCHEDULES, *self.kernel.legal):
             for name, x in self.bound(who).items():
                 known = widest.get(name, x)
                 infinite = (known == torch.inf) | (x == torch.inf)

@@ -9,8 +9,8 @@
 | slots | [B] int64 | page · page_size + offset |
 | k_scale_inv | [1] fp32 | multiplied before conversion |
 
-Parameter: ``eps``, a number ≥ 0 that fp32 holds. Output: cache, uint8, all of it after the call; the model's holds
-the rows' values before conversion, and what the bytes of all others stand for.
+Parameter: ``eps``, a number ≥ 0, rounded to the nearest of fp32. Output: cache, uint8, all of it after the call; the
+model's holds the rows' values before conversion, and what the bytes of all others stand for.
 
 cache[slot] = e4m3(bf16(kv · rsqrt(mean(kv²) + eps) · w_kva) · k_scale_inv), e4m3(k_pe · k_scale_inv), saturating, NaN
 0x7f. A row whose slot is −1 or otherwise outside the cache is skipped. Two rows of one non-negative slot would race:
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from reference.numerics import portable
-from reference.numerics.formats import E4M3, canonical_nan, to_bf16, to_e4m3
+from reference.numerics.formats import E4M3, canonical_nan, fp32_number, to_bf16, to_e4m3
 from reference.numerics.ieee import add_rn, fma_rn, mul_rn, require_subnormals
 from reference.numerics.mufu import rsqrt_approx_ftz
 from reference.numerics.order import butterfly, chain_fma
@@ -52,7 +52,7 @@ def check(inputs: Mapping[str, Tensor], params: Params) -> None:
     """ValueError, naming the argument, if inputs or parameters are outside the interface."""
     check_names("inputs", inputs, _FORMS, "cache_insert")
     check_names("params", params, ("eps",), "cache_insert")
-    check_eps(params["eps"])
+    eps_of(params)
     check_forms(inputs, _FORMS)
     check_slots(inputs["slots"])
 
@@ -64,11 +64,12 @@ def check_names(what: str, given: Mapping[str, Any], names: Mapping[str, Any] | 
             raise ValueError(f"{what}: {', '.join(sorted(wrong))} {words}; {kernel} takes {', '.join(names)}")
 
 
-def check_eps(eps: Any) -> None:
-    """ValueError unless it is a number from 0 on that fp32 holds."""
-    number = isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps <= torch.finfo(torch.float32).max
-    if not number or torch.tensor(eps, dtype=torch.float32).item() != eps:
-        raise ValueError(f"eps: got {eps!r}, allowed is a finite number from 0 on that fp32 holds exactly")
+def eps_of(params: Params) -> float:
+    """eps as fp32 holds it. ValueError unless it is a number from 0 on."""
+    eps = fp32_number("eps", params["eps"])
+    if params["eps"] < 0:
+        raise ValueError(f"eps: got {params['eps']!r}, allowed is a finite number from 0 on")
+    return eps
 
 
 def check_forms(inputs: Mapping[str, Tensor], forms: Forms) -> None:
@@ -142,7 +143,7 @@ def model(inputs: Mapping[str, Tensor], params: Params, dtype: torch.dtype = tor
     check(inputs, params)
     require_subnormals()
     cache = inputs["cache"].view(E4M3.dtype).to(dtype)
-    cache = write(cache, inputs["slots"], model_rows(inputs, params["eps"], dtype))
+    cache = write(cache, inputs["slots"], model_rows(inputs, eps_of(params), dtype))
     return {"cache": canonical_nan(cache) if dtype == torch.float32 else cache}
 
 
@@ -166,7 +167,7 @@ def exact(inputs: Mapping[str, Tensor], params: Params, schedule: str) -> Tensor
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
     check(inputs, params)
     require_subnormals()
-    rows = SCHEDULES[schedule](inputs, params["eps"])
+    rows = SCHEDULES[schedule](inputs, eps_of(params))
     return {"cache": write(inputs["cache"].view(torch.uint8), inputs["slots"], rows)}
 
 

@@ -3,9 +3,9 @@
 Inputs (heads folded into the batch): q [B·Hq, Nq, d], k and v [B·Hkv, Nk, d], bf16. Packed sequences of other
 lengths: q [Hq, ΣNq, d], k and v [Hkv, ΣNk, d], and ``cu_seqlens_q``, ``cu_seqlens_k`` int32 [B + 1], where each
 sequence starts, its last entry the number of rows.
-Parameters: ``causal`` (bool, aligned to the bottom right as FlashAttention does since 2.1: query i sees
-key j if j ≤ i + Nk − Nq) and ``scale`` (fp32(1/√d) if absent or None, at most 2^16). The group Hq / Hkv follows from
-the shapes. Outputs: o like q, bf16 (fp32 from the model); lse [B·Hq, Nq], natural log, fp32.
+Parameters: ``causal`` (bool, aligned to the bottom right as FlashAttention does since 2.1: query i sees key j if j ≤ i
++ Nk − Nq) and ``scale`` (a number > 0, rounded to the nearest of fp32; 1/√d if absent or None). The group Hq / Hkv
+follows from the shapes. Outputs: o like q, bf16 (fp32 from the model); lse [B·Hq, Nq], natural log, fp32.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from reference.numerics import portable, tensor_core
-from reference.numerics.formats import canonical_nan, to_bf16
+from reference.numerics.formats import canonical_nan, fp32_number, to_bf16
 from reference.numerics.ieee import fma_rn, mul_rn, require_subnormals, sub_rn
 from reference.numerics.mufu import ex2_approx_ftz, lg2_approx_ftz, rcp_approx_ftz
 from reference.numerics.order import butterfly, chain_add, chain_matmul
@@ -30,10 +30,6 @@ LN_2 = 0.6931471805599453
 WARPGROUP_ROWS = 64  # query rows that schedules ``wgmma`` decide on together
 TILE_KEYS = (128, 176)  # the Bc of schedules ``wgmma``
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
-# Schedules ``wgmma`` round m · c (c = scale · log2 e) before they subtract it from s · c: all exponents of a row are off
-# by up to 2^-24 · |m · c|. From 2^7 on the largest weight is 2^128 = inf or flushed, and o is NaN or 0. With this scale
-# scores |q · k| below 2^14 keep 2 bits away from that; 64 and 128 products of numbers up to 8 stay below.
-MAX_SCALE = 2.0**16
 
 
 def check(inputs: Mapping[str, Tensor], params: Params) -> None:
@@ -66,10 +62,10 @@ def check(inputs: Mapping[str, Tensor], params: Params) -> None:
     if not isinstance(params.get("causal", False), bool):
         raise ValueError(f"causal: got {params['causal']!r}, allowed are True and False")
     scale = params.get("scale")
-    smallest = torch.finfo(torch.float32).tiny
+    fp32 = torch.finfo(torch.float32)
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if scale is not None and not (number and smallest <= scale <= MAX_SCALE):
-        raise ValueError(f"scale: got {scale!r}, allowed is None or a number from {smallest} to {MAX_SCALE}")
+    if scale is not None and not (number and fp32.tiny <= scale <= fp32.max):
+        raise ValueError(f"scale: got {scale!r}, allowed is None or a number from {fp32.tiny} to {fp32.max}")
 
 
 def _check_offsets(inputs: Mapping[str, Tensor]) -> None:
@@ -108,9 +104,9 @@ def by_sequence(function: Callable[[Tensors], Tensors], inputs: Mapping[str, Ten
 
 
 def scale_of(d: int, params: Params) -> float:
-    """The scale as a number that fp32 holds exactly: fp32(1/√d) unless given."""
+    """The scale, 1/√d unless given, as fp32 holds it."""
     scale = params.get("scale")
-    return torch.tensor(1.0 / math.sqrt(d) if scale is None else scale, dtype=torch.float32).item()
+    return fp32_number("scale", 1.0 / math.sqrt(d) if scale is None else scale)
 
 
 def visible(n_q: int, n_k: int, causal: bool, device: torch.device) -> Tensor:

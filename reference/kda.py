@@ -9,10 +9,10 @@
 | cu_seqlens | [N + 1] int64 or int32 | may be left out, then N = B; else B = 1 |
 
 Sequence n has the tokens from cu_seqlens[n] up to cu_seqlens[n + 1]. All are contiguous and on one device. Parameters:
-``scale`` (a finite number of fp32), ``lower_bound`` (from −5 to 5) and ``final_state``, which is "bf16", "fp32" (like
-initial_state, if there is one) or None: the type of the state that is asked for.
-Outputs: out [B, T, H, 128], bf16 (the model's in its own type), and final_state [N, H, V, K] if asked for. It is an
-output only: what a caller's tensor held before has no influence.
+``scale`` (a finite number), ``lower_bound`` (from −5 to 5; both are rounded to the nearest of fp32) and
+``final_state``, which is "bf16", "fp32" (like initial_state, if there is one) or None: the type of the state that is
+asked for. Outputs: out [B, T, H, 128], bf16 (the model's in its own type), and final_state [N, H, V, K] if asked for.
+It is an output only: what a caller's tensor held before has no influence.
 
 Per head, with S [V, K], q̂ = q / √(Σq² + 1e-6), k̂ likewise, b = sigmoid(beta) and, per channel and in natural log,
 γ = lower_bound · sigmoid(exp(A_log) · (g + dt_bias)):
@@ -49,7 +49,7 @@ LOG2_E = 1.4426950408889634
 MAX_LOWER_BOUND = 5.0
 SEGMENTS = (64, 416, 512)  # tokens
 STATE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-CPU_PREPARED_ELEMS, CUDA_PREPARED_ELEMS = 1 << 19, 1 << 25  # of one operand, prepared at a time
+CPU_PREPARED_ELEMS, CUDA_PREPARED_ELEMS = 1 << 15, 1 << 25  # of one operand, prepared at a time: a CPU's cache
 
 _BY_TOKEN = ("q", "k", "v", "g", "beta")
 _REQUIRED = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")

@@ -10,8 +10,8 @@
 | slots | [B] int64 | page · page_size + offset; rows outside the cache, −1 among them, are skipped |
 | q_scale_inv, k_scale_inv | [1] fp32 | multiplied before conversion |
 
-Parameters: ``heads`` (12, 6 or 1) and ``eps`` (a number ≥ 0 that fp32 holds). B is 1 … 64. How many ranks share a
-context (dcp) is no part of the mathematics.
+Parameters: ``heads`` (12, 6 or 1) and ``eps`` (a number ≥ 0, rounded to the nearest of fp32). B is 1 … 64. How many
+ranks share a context (dcp) is no part of the mathematics.
 
 Outputs: output [B, heads, 576] uint8, e4m3 bytes, 512 absorbed and 64 rope; cache, uint8, all of it after the call.
 The model's are values: output before its conversion, cache as in ``reference.cache_insert``.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from reference import cache_insert
-from reference.cache_insert import Forms, check_eps, check_forms, check_names, check_slots, norm, round_bf16
+from reference.cache_insert import Forms, check_forms, check_names, check_slots, eps_of, norm, round_bf16
 from reference.numerics import portable
 from reference.numerics.formats import E4M3, canonical_nan, to_bf16, to_e4m3
 from reference.numerics.ieee import add_rn, div_rn, mul_rn, require_subnormals
@@ -58,7 +58,7 @@ def check(inputs: Mapping[str, Tensor], params: Params) -> None:
     heads = params["heads"]
     if isinstance(heads, bool) or heads not in CLUSTER:
         raise ValueError(f"heads: got {heads!r}, allowed are {', '.join(map(str, CLUSTER))}")
-    check_eps(params["eps"])
+    eps_of(params)
     bf16, fp32 = (torch.bfloat16,), (torch.float32,)
     forms: Forms = {
         "qkv": (("B", "W"), bf16),
@@ -103,7 +103,7 @@ def model(inputs: Mapping[str, Tensor], params: Params, dtype: torch.dtype = tor
     """The mathematics without a schedule: output and cache as values in ``dtype`` (fp32, or fp64 as oracle)."""
     check(inputs, params)
     require_subnormals()
-    heads, eps = params["heads"], params["eps"]
+    heads, eps = params["heads"], eps_of(params)
     x, w_qa, w_qb, w_uk, scale = (inputs[n].to(dtype) for n in ("qkv", "w_qa", "w_qb", "w_uk", "q_scale_inv"))
     normed = norm(x[:, :QUERY], w_qa, eps)
     output = torch.empty(x.shape[0], heads, LATENT + ROPE, dtype=dtype, device=x.device)
@@ -121,7 +121,7 @@ def exact(inputs: Mapping[str, Tensor], params: Params, schedule: str) -> Tensor
         raise ValueError(f"schedule: got {schedule!r}, allowed are {', '.join(SCHEDULES)}")
     check(inputs, params)
     require_subnormals()
-    query = SCHEDULES[schedule](inputs, params)
+    query = SCHEDULES[schedule](inputs, {**params, "eps": eps_of(params)})
     return {
         "output": query,
         "cache": cache_insert.exact(insert_inputs(inputs), {"eps": params["eps"]}, "insert")["cache"],

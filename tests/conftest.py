@@ -1,4 +1,5 @@
-"""What the CPU tests share: one thread, tensors from bit patterns, a copy of fmha's goldens to damage."""
+"""What the CPU tests share: one thread, tensors from bit patterns, a copy of fmha's goldens to damage,
+candidates in the test's own process."""
 
 import shutil
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from torch import Tensor
 
 import goldens
 from goldens import store
+from tests.in_process import InProcess
+from tools import trial
 
 # The models' first call on a thread is slow, and so are shared machines; a time limit would only add noise.
 settings.register_profile("suite", deadline=None)
@@ -46,3 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     entries = store.read_manifest()
     store.write_manifest({case_id: e for case_id, e in entries.items() if e["kernel"] == "fmha"}, folder)
     return folder
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are called in the test's own process."""
+    monkeypatch.setattr(trial, "Worker", InProcess)

@@ -20,6 +20,8 @@ from tools import candidates
 from tools.adapters import ADAPTERS
 from tools.trial import NotSupported, Run, Trial, run
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
     """A package of these functions, and its parents; adapters are imported anew."""
@@ -36,7 +38,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> Non
 
 def bits(adapter: str, case_id: str, schedule: str) -> list[Run | NotSupported]:
     """The outcomes against the bits of a schedule."""
-    with Trial(adapter, "cpu", 0, schedule) as trial:
+    with Trial(adapter, "cpu", schedule=schedule) as trial:
         return run(trial, goldens.find(case_id), store.read_manifest(), invariant=False)
 
 
@@ -114,7 +116,7 @@ def test_flash_kda_takes_contiguous_tensors_alone(monkeypatch: pytest.MonkeyPatc
         out.copy_(q)
 
     install_vllm_flash_kda(monkeypatch, fwd)
-    with Trial("vllm_flash_kda", "cpu", 0) as trial:
+    with Trial("vllm_flash_kda", "cpu") as trial:
         refused, result = run(trial, goldens.find("kda/t2-h2-from-bf16-normal"), store.read_manifest(), True, None)
     assert isinstance(result, Run)
     assert result.passed
@@ -235,7 +237,7 @@ def test_vllm_mla_query(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "vllm.models.common.ops", fused_q_kv_rmsnorm=fused_q_kv_rmsnorm)
     name = "vllm.models.kimi_k3.nvidia.ops.fused_mla_key_concat_kv_cache"
     install(monkeypatch, name, fused_mla_decode_q_concat_kv_cache_insert=insert)
-    with Trial("vllm_mla_query", "cpu", 0) as trial:
+    with Trial("vllm_mla_query", "cpu") as trial:
         for case_id in ("mla_query/h1-b1-normal", "mla_query/h1-b4-p2x3-alternate-padded"):
             [result] = run(trial, goldens.find(case_id), store.read_manifest(), invariant=False)
             assert result.passed, [(v.output, v.reason) for v in result.verdicts if not v.passed]

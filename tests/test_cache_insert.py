@@ -12,8 +12,9 @@ from torch import Tensor
 
 import goldens
 from goldens import cache_insert as room
-from goldens import store
-from goldens.compare import against_exact
+from goldens import invariance, store
+from goldens.call import call as call_candidate
+from goldens.compare import Verdict, against_exact
 from goldens.judge import judge, select
 from reference import cache_insert as kernel
 from reference.cache_insert import LATENT, ROPE, WIDTH, exact, model
@@ -21,6 +22,7 @@ from reference.numerics.formats import to_bf16, to_e4m3
 from reference.numerics.ieee import add_rn, fma_rn, mul_rn
 from reference.numerics.mufu import rsqrt_approx, rsqrt_approx_ftz
 from reference.numerics.order import butterfly, chain_fma
+from tools.adapters import exact as adapter
 
 KERNEL = goldens.KERNELS["cache_insert"]
 COMMITTED = [case for case in KERNEL.cases if case.committed]
@@ -306,8 +308,7 @@ GOOD = call()
 REFUSED = {
     "missing": (GOOD | {}, {}, r"params: eps missing; cache_insert takes eps"),
     "unknown": (GOOD | {"w": GOOD["w_kva"]}, {"eps": EPS}, r"inputs: w unknown; cache_insert takes kv, k_pe, w_kva, c"),
-    "eps-negative": (GOOD, {"eps": -1e-6}, r"eps: got -1e-06, allowed is a finite number from 0 on that fp32 holds"),
-    "eps-inexact": (GOOD, {"eps": 1e-6}, r"eps: got 1e-06, allowed is a finite number"),
+    "eps-negative": (GOOD, {"eps": -1e-6}, r"eps: got -1e-06, allowed is a finite number from 0 on"),
     "eps-inf": (GOOD, {"eps": math.inf}, r"eps: got inf, allowed is a finite number"),
     "eps-nan": (GOOD, {"eps": math.nan}, r"eps: got nan, allowed is a finite number"),
     "eps-bool": (GOOD, {"eps": True}, r"eps: got True, allowed is a finite number"),
@@ -367,6 +368,20 @@ def test_what_is_outside_the_interface_is_refused(function: Callable, x: dict, p
         function(x, params)
 
 
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3])
+def test_eps_is_rounded_to_fp32(eps: float) -> None:
+    """Model, oracle, exact and bound take the nearest fp32 number, whichever of the two is given."""
+    x, given, rounded = call("faint-halfway"), {"eps": eps}, {"eps": float(np.float32(eps))}
+    assert given != rounded
+    for made in (
+        lambda p: exact(x, p, "insert")["cache"],
+        lambda p: model(x, p)["cache"],
+        lambda p: model(x, p, torch.float64)["cache"],
+        lambda p: KERNEL.bound(x, p, "insert")["cache"],
+    ):
+        assert torch.equal(made(given).view(torch.uint8), made(rounded).view(torch.uint8))
+
+
 def test_many_rows_may_have_no_slot() -> None:
     exact(call() | {"slots": torch.tensor([-1, -1, -1])}, {"eps": EPS}, "insert")
 
@@ -394,3 +409,74 @@ def test_a_failing_verdict_is_in_e4m3_steps_and_says_which_thread(stored: dict) 
     assert element.ulps == 2 * (int(cache[1, 0, 17]) & 0x7F)
     typed = judge(KERNEL, case, stored[case.id], {"cache": cache.view(E4M3)}, "insert")
     assert [v.reason for v in typed] == [v.reason for v in verdicts]
+
+
+# Properties.
+
+MIXED = goldens.find("cache_insert/b16-p4x4-mixed-normal")
+
+
+def broken(candidate: Callable[..., Any]) -> set[str]:
+    """Which variants of the kernel's properties a candidate fails, on rows inside the cache between others outside."""
+    outcomes = invariance.check(
+        KERNEL,
+        MIXED,
+        KERNEL.inputs(MIXED),
+        lambda x, params, graph: call_candidate(candidate, x, params, torch.device("cpu")),
+        None,
+        graphs=False,
+    )
+    return {v.output.split(":")[0] for v in outcomes if isinstance(v, Verdict) and not v.passed}
+
+
+def test_the_exact_model_has_every_property() -> None:
+    assert broken(adapter.make("cache_insert", "insert")) == set()
+
+
+LACKING = {
+    "one-slot-further": (lambda slot, pages, size: (slot + 1) % (pages * size), {"cache reversed"}),
+    "page-and-offset-exchanged": (lambda slot, pages, size: slot % size * pages + slot // size, {"one page"}),
+}
+
+
+@pytest.mark.parametrize(("moved", "fails"), LACKING.values(), ids=LACKING)
+def test_a_candidate_that_writes_elsewhere_is_noticed(moved: Callable, fails: set[str]) -> None:
+    def candidate(x: dict, params: dict) -> dict:
+        pages, size, _ = x["cache"].shape
+        inside = (x["slots"] >= 0) & (x["slots"] < pages * size)
+        slots = torch.where(inside, moved(x["slots"], pages, size), x["slots"])
+        return exact(dict(x) | {"slots": slots}, params, "insert")
+
+    assert fails <= broken(candidate)
+
+
+# Bounds.
+
+
+@pytest.mark.parametrize("byte", [0x7E, 0x00])
+def test_rows_of_nan_are_nan_in_the_cache(stored: dict, byte: int) -> None:
+    case = goldens.find("cache_insert/b3-p1x3-page-padded")
+    right = stored[case.id]["exact/insert/cache"]
+    nan = (right == 0x7F) & (stored[case.id]["in/cache"] != 0x7F)
+    for cache, passes in ((right, True), (torch.where(nan, byte, right), False)):
+        verdicts = judge(KERNEL, case, stored[case.id], {"cache": cache}, None)
+        assert [v.passed for v in verdicts] == [passes]
+
+
+ROOTS = {
+    "eps-missing": lambda mean: torch.rsqrt(mean),
+    "eps-twice": lambda mean: torch.rsqrt(mean + 2 * EPS),
+    "eps-outside-the-root": lambda mean: 1.0 / (torch.sqrt(mean) + EPS),
+}
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_another_place_of_eps_exceeds_the_bound_where_a_row_is_faint(
+    stored: dict, monkeypatch: pytest.MonkeyPatch, root: Callable
+) -> None:
+    case = goldens.find("cache_insert/b1-p1x1-faint-halfway-s109")
+    monkeypatch.setattr(kernel, "fma_rn", lambda total, share, eps: total * share)
+    monkeypatch.setattr(kernel, "rsqrt_approx_ftz", root)
+    outputs = exact(select(stored[case.id], "in/"), case.params, "insert")
+    monkeypatch.undo()
+    assert [v.passed for v in judge(KERNEL, case, stored[case.id], outputs, None)] == [False]

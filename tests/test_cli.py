@@ -85,7 +85,19 @@ def test_every_option_is_known_here() -> None:
         ("list", "--kernel"),
         *(("regenerate", option) for option in ("--check", "--kernel", "--case", "--all", "--out", "--shard")),
         *((name, option) for name in ("verify", "report") for option in REPORTING),
-        *(("verify", option) for option in ("--candidate", "--device", "--invariance", "--timeout")),
+        *(
+            ("verify", option)
+            for option in (
+                "--candidate",
+                "--device",
+                "--invariance",
+                "--timeout",
+                "--fresh",
+                "--fresh-seed",
+                "--repeat",
+                "--partial",
+            )
+        ),
         *(("export", option) for option in ("--out", "--kernel", "--case", "--all", "--force")),
         # Tested in test_evidence.py.
         *(("evidence", option) for option in ("--check", "--kernel", "--allow-unproven", "--jobs", "--folder")),
@@ -280,7 +292,7 @@ def test_a_damaged_golden_fails_its_case_alone(
     entries = store.read_manifest(folder)
     monkeypatch.setattr(store, "read_manifest", lambda: entries)
     files = [folder / f"r.{kind}" for kind in ("json", "md", "html")]
-    options = ("--device", "cpu", *IN_PROCESS) if command[0] == "verify" else ()
+    options = ("--device", "cpu") if command[0] == "verify" else ()
     written = ("--json", files[0], "--markdown", files[1], "--html", files[2])
     result = run(*command, "--case", broken, "--case", right, *options, *written)
     assert result.exit_code == 1
@@ -371,7 +383,7 @@ def test_report_says_how_many_elements_the_model_judged_and_left_out() -> None:
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> None:
+def faulty(monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
     """k2 whose last row is NaN, and whose thread 1 of row 2 adds an ULP."""
     reference = goldens.KERNELS["fmha"].reference
     right = reference.exact
@@ -414,19 +426,16 @@ def test_verify_runs_the_kernels_or_names_what_is_missing() -> None:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch, in_process: None) -> None:
     """The exact models in the place of our kernels, called in this process."""
     monkeypatch.setattr(candidates, "require_hopper", lambda: torch.device("cpu"))
     monkeypatch.setattr(our_adapter, "make", exact_adapter.make)
 
 
-IN_PROCESS = ("--timeout", "0")
-
-
 @pytest.mark.usefixtures("pretended_gpu")
 def test_verify_judges_and_writes_its_report(tmp_path: Path) -> None:
     files = ("--json", tmp_path / "r.json", "--markdown", tmp_path / "r.md", "--html", tmp_path / "r.html")
-    assert run("verify", "--kernel", "fmha", "--case", ZEROS, *IN_PROCESS, *files).exit_code == 0
+    assert run("verify", "--kernel", "fmha", "--case", ZEROS, *files).exit_code == 0
     assert strict_json(tmp_path / "r.json")["results"][0]["candidate"] == "cute_impl"
     assert (tmp_path / "r.md").read_text().startswith("# Our kernels on the GPU\n")
     assert "Our kernels on the GPU" in (tmp_path / "r.html").read_text()
@@ -434,10 +443,10 @@ def test_verify_judges_and_writes_its_report(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("pretended_gpu", "faulty")
 def test_verify_fails_on_a_faulty_kernel_and_says_what_repeats_it() -> None:
-    result = run("verify", "--case", ZEROS, *IN_PROCESS)
+    result = run("verify", "--case", ZEROS)
     assert result.exit_code == 1
     assert "0 of 1 runs passed" in result.stdout
-    assert f"again: goldens verify --case {ZEROS} --schedule k2 --timeout 0\n" in result.stdout
+    assert f"again: goldens verify --case {ZEROS} --schedule k2\n" in result.stdout
 
 
 def test_our_kernels_are_refused_on_the_cpu_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,8 +467,8 @@ def test_a_pipe_cuts_no_line() -> None:
 
 @pytest.mark.usefixtures("faulty")
 def test_the_command_that_repeats_a_failure_does() -> None:
-    command = f"goldens verify --case {ZEROS} --candidate exact --device cpu --schedule k2 --timeout 0"
-    first = run(*command.split()[1:], *IN_PROCESS)
+    command = f"goldens verify --case {ZEROS} --candidate exact --device cpu --schedule k2"
+    first = run(*command.split()[1:])
     assert (first.exit_code, f"again: {command}\n" in first.stdout) == (1, True)
 
 
@@ -573,10 +582,11 @@ def test_fit_writes_what_differs_or_says_so(
     assert (result.exit_code, "differs: ex2" in result.stdout, wrote == [found]) == (code, True, written)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_missing_module_counts_as_missing_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "require_hopper", lambda: torch.device("cpu"))
     monkeypatch.setitem(sys.modules, "cute_impl.fmha", None)
-    result = run("verify", "--case", ZEROS, *IN_PROCESS)
+    result = run("verify", "--case", ZEROS)
     assert result.exit_code == 3
     assert "`goldens doctor` says what to install" in result.stderr
 

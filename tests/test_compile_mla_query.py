@@ -6,6 +6,7 @@ Also the host side that needs no GPU: every refusal names its argument.
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from cute_impl import cache_insert as insert_module
 from cute_impl import mla_query as module
 from cute_impl.mla_query import checks, dcp, small, tiled
 from cute_impl.mla_query.device import HEAD, NOPE, WARPS
+from reference.cache_insert import eps_of
 from tools.disassemble import sass
 
 SMALL = (
@@ -313,7 +315,7 @@ QUERY_REFUSALS = {
     "w_uk device": ({"w_uk": zeros(1, 128, 512).to("meta")}, r"w_uk: is on meta, qkv on cpu"),
     "eps": ({"eps": -1.0}, r"eps: got -1.0, allowed is a finite number from 0 on"),
     "eps kind": ({"eps": True}, r"eps: got True, allowed"),
-    "eps bits": ({"eps": 0.1}, r"eps: got 0.1, allowed .* that fp32 holds exactly"),
+    "eps size": ({"eps": 1e39}, r"eps: got 1e\+39, allowed is a finite number of at most 3.4"),
     "schedule": ({"schedule": "large"}, r"schedule: got 'large', allowed are small, tiled"),
     "small": (
         {"qkv": zeros(6, 2112), "slots": torch.arange(6), "schedule": "small"},
@@ -336,6 +338,12 @@ INSERT_REFUSALS = {
     "eps": ({"eps": float("nan")}, r"eps: got nan, allowed"),
     "slot twice": ({"slots": torch.tensor([3, 3]), "debug": True}, r"slots: rows 0, 1 all have slot 3, and would race"),
 }
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.1, 0, 1 + 2.0**-24, 2.0**-150, 3e38])
+def test_eps_is_rounded_to_fp32_as_the_reference_does(eps):
+    number = checks.eps_number(eps)
+    assert number == eps_of({"eps": eps}) == np.float32(eps)
 
 
 @pytest.mark.parametrize(("changed", "message"), QUERY_REFUSALS.values(), ids=QUERY_REFUSALS)

@@ -14,9 +14,11 @@ import pytest
 
 import goldens
 from reference import fmha
-from tools.faults import gpu, report, trial
+from tools.faults import candidates, gpu, report, trial
 from tools.faults.fresh import FRESH
 from tools.faults.patch import ROOT, Edit, Fault, PatchError, edited, imported, tree
+from tools.faults.plain.legal import LEGAL
+from tools.faults.plain.wrong import WRONG
 from tools.faults.planted import KERNELS, MODELS
 
 FAULTS = {fault.id: fault for fault in MODELS}
@@ -35,6 +37,66 @@ def test_the_registry() -> None:
     rooms = Counter(fault.id.partition("/")[0] for fault in MODELS)
     assert all(rooms[room] >= least for room, least in LEAST.items())
     assert {fault.kernel for fault in KERNELS} == set(goldens.KERNELS)
+
+
+def test_the_candidates() -> None:
+    """As many as are asked for, each of its own name, and each edit fits and changes the plain candidate."""
+    both = (*LEGAL, *WRONG)
+    assert max(Counter(x.id for x in both).values()) == 1
+    right, wrong = (Counter(x.kernel for x in rows) for rows in (LEGAL, WRONG))
+    for kernel in goldens.KERNELS:
+        assert right[kernel] >= 8
+        assert wrong[kernel] >= (40 if kernel == "cache_insert" else 60)
+    for x in both:
+        candidates.candidate_of(x)
+        assert x.name == "plain" or all(edit.old != edit.new for edit in x.edits)
+
+
+@pytest.mark.parametrize("kernel", sorted(goldens.KERNELS))
+def test_the_plain_candidate_is_not_refused(bench: trial.Bench, kernel: str) -> None:
+    """On the smallest cases; of all of them ``--candidates`` says it."""
+    candidate = candidates.candidate_of(next(x for x in LEGAL if x.id == f"{kernel}/plain"))
+    for case in candidates.small_first(bench, kernel)[:3]:
+        verdicts = [*candidates.judged(bench, case, candidate), *candidates.compared(bench, case, candidate)]
+        assert all(x.passed for x in verdicts), [x.reason for x in verdicts if not x.passed]
+
+
+COARSE = (
+    "fmha/unscaled",
+    "fmha/noise",
+    "attn_res/softmax-base-2",
+    "mla_query/w-qa-missing",
+    "mla_query/pitch-2112",
+    "cache_insert/pitch-of-kv",
+    "kda/scale-missing",
+)
+
+
+@pytest.mark.parametrize("name", COARSE)
+def test_a_coarse_mistake_is_refused(bench: trial.Bench, name: str) -> None:
+    assert candidates.run(next(x for x in WRONG if x.id == name), bench).refused
+
+
+def test_invariance_refuses_a_mistaken_pitch(bench: trial.Bench) -> None:
+    candidate = candidates.candidate_of(next(x for x in WRONG if x.id == "cache_insert/pitch-of-kv"))
+    cases = candidates.small_first(bench, "cache_insert")[:8]
+    assert not all(x.passed for case in cases for x in candidates.compared(bench, case, candidate))
+
+
+def test_the_table_of_candidates() -> None:
+    """Shares by kernel; each refusal of a right candidate and each wrong one that is not refused has a row."""
+    refusal = candidates.Refusal("judge", "case", "lse", "too far", 10.12)
+    made = [
+        candidates.Outcome(LEGAL[0], True, (refusal,)),
+        candidates.Outcome(WRONG[0], False, (refusal,)),
+        candidates.Outcome(WRONG[1], False, ()),
+    ]
+    table = report.candidates_table(made)
+    assert "| fmha | 1 | 1 | 2 | 1 | 0 | 1 | 50.0% |" in table
+    assert f"| {LEGAL[0].id} | {LEGAL[0].what} | judge | case | lse | 10.1 | too far |" in table
+    assert f"| {WRONG[1].id} | {WRONG[1].what} |" in table
+    assert WRONG[0].what not in table
+    assert [row["right"] for row in report.candidates_json(made)["candidates"]] == [True, False, False]
 
 
 @pytest.mark.parametrize("fault", FRESH, ids=lambda fault: fault.id)

@@ -17,6 +17,7 @@ from goldens import store
 from goldens.compare import Verdict
 from goldens.fmha import bounds
 from goldens.judge import judge, select
+from reference import fmha as reference
 from reference.fmha import scale_of, visible
 from reference.numerics.formats import to_bf16
 
@@ -25,6 +26,7 @@ LEFT_OUT = ("nan", "inf", "bits", "overflow")  # recipes of which the oracle doe
 JUDGED = {c.name: c for c in KERNEL.cases if c.committed and c.recipe not in LEFT_OUT and "n_q0" not in c.dims}
 TELLING = "d128-causal-n64-wide"  # where one or two keys decide, so that nothing averages out
 Rounding = Callable[[Tensor], Tensor]
+LOG2_E = 1.4426950408889634
 
 
 def unrounded(x: Tensor) -> Tensor:
@@ -50,8 +52,14 @@ def attention(
     product: Rounding = unrounded,
     total: Rounding = unrounded,
     last: Rounding = bf16,
-) -> Tensor:
-    """o of q, k and v by tiles of keys; each argument rounds one intermediate result."""
+    exp2: Callable[[Tensor], Tensor] = torch.exp2,
+    sum_of_rounded: bool = False,
+    lazily: bool = False,
+) -> dict[str, Tensor]:
+    """o and lse of q, k and v by tiles of keys; each of the first arguments rounds one intermediate result.
+
+    exp2: of the weights. lazily: the maximum moves only where it has grown by more than 8.
+    """
     q, k, v = (x[name].to(torch.float32) for name in ("q", "k", "v"))
     group = q.shape[0] // k.shape[0]
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
@@ -61,12 +69,15 @@ def attention(
     for keys in (slice(first, first + tile) for first in range(0, k.shape[1], tile)):
         s = score(q @ k[:, keys].transpose(1, 2)) * scale_of(q.shape[2], params)
         s = torch.where(keep[:, keys], s, -torch.inf)
-        before, largest = largest, torch.maximum(largest, s.amax(-1, keepdim=True))
+        before, new = largest, torch.maximum(largest, s.amax(-1, keepdim=True))
+        largest = torch.where(new > before + 8, new, before) if lazily else new
         shift = torch.where(largest == -torch.inf, 0.0, largest)
-        again, p = torch.exp(before - shift), torch.exp(s - shift)
-        sums = sums * again + p.sum(-1, keepdim=True)
+        again, p = torch.exp(before - shift), exp2((s - shift) * LOG2_E)
+        sums = sums * again + (weight(p) if sum_of_rounded else p).sum(-1, keepdim=True)
         o = o * again + product(weight(p) @ v[:, keys])
-    return to_bf16(last(o / torch.where(sums == 0, 1.0, total(sums))))
+    none = sums == 0
+    lse = torch.where(none, -torch.inf, shift + torch.log(torch.where(none, 1.0, sums)))[..., 0]
+    return {"o": to_bf16(last(o / torch.where(none, 1.0, total(sums)))), "lse": lse}
 
 
 @cache
@@ -77,8 +88,8 @@ def golden(name: str) -> dict[str, Tensor]:
 def verdict(name: str, **roundings: Any) -> Verdict:
     """By the model, of a candidate that claims no schedule."""
     case = JUDGED[name]
-    o = attention(select(golden(name), "in/"), case.params, **roundings)
-    [found] = judge(KERNEL, case, golden(name), {"o": o}, None, ("o",))
+    outputs = attention(select(golden(name), "in/"), case.params, **roundings)
+    [found] = judge(KERNEL, case, golden(name), {"o": outputs["o"]}, None, ("o",))
     return found
 
 
@@ -87,6 +98,60 @@ def verdict(name: str, **roundings: Any) -> Verdict:
 def test_bf16_attention_with_fp32_sums_passes(name: str, tile: int) -> None:
     found = verdict(name, tile=tile)
     assert found.passed, found.reason
+
+
+def cubic(x: Tensor) -> Tensor:
+    """2^x, its fraction by a polynomial of degree 3 through four Chebyshev points: relative error 1.1e-4."""
+    whole = x.clamp(min=-126.0).floor()
+    f = x.clamp(min=-126.0) - whole
+    points = 0.5 + 0.5 * torch.cos((2 * torch.arange(4, dtype=torch.float64) + 1) * torch.pi / 8)
+    coefficients = torch.linalg.solve(points[:, None] ** torch.arange(4), 2.0**points).to(torch.float32)
+    value = ((coefficients[3] * f + coefficients[2]) * f + coefficients[1]) * f + coefficients[0]
+    return torch.where(x < -126, 0.0, value * torch.exp2(whole))
+
+
+LEGAL: dict[str, dict[str, Any]] = {
+    "unrounded": {"weight": unrounded},
+    "sum-of-the-rounded-weights": {"sum_of_rounded": True},
+    "sum-of-the-rounded-weights-by-tiles": {"sum_of_rounded": True, "tile": 64},
+    "cubic": {"exp2": cubic},
+    "cubic-and-sum-of-the-rounded": {"exp2": cubic, "sum_of_rounded": True, "tile": 128},
+    "lazily-rescaled": {"lazily": True, "tile": 64},
+    "lazily-rescaled-sum-of-the-rounded": {"lazily": True, "tile": 64, "sum_of_rounded": True, "exp2": cubic},
+}
+
+
+@pytest.mark.parametrize("options", LEGAL.values(), ids=LEGAL)
+def test_what_public_kernels_do_passes(options: dict[str, Any]) -> None:
+    """o and lse, on every case."""
+    for name, case in JUDGED.items():
+        outputs = attention(select(golden(name), "in/"), case.params, **options)
+        failed = [v for v in judge(KERNEL, case, golden(name), outputs, None) if not v.passed]
+        assert failed == [], (name, failed[0].reason)
+
+
+def test_the_cubic_is_as_good_as_what_is_taken_as_legal() -> None:
+    x = torch.linspace(-20.0, 0.0, 100_001)
+    error = (cubic(x).to(torch.float64) / torch.exp2(x.to(torch.float64)) - 1).abs()
+    assert 2.0**-14 < float(error.max()) < 2.0**-13
+
+
+WRONG_LSE: dict[str, Callable[[Tensor], Tensor]] = {
+    "in-bf16": bf16,
+    "base-2": lambda lse: lse * LOG2_E,
+    "off-by-one-key-of-sixteen": lambda lse: lse + torch.log1p(torch.tensor(1 / 16)),
+    "plus-infinity-for-nothing": lambda lse: torch.where(lse == -torch.inf, torch.inf, lse),
+}
+
+
+@pytest.mark.parametrize("change", WRONG_LSE.values(), ids=WRONG_LSE)
+def test_a_wrong_lse_fails(change: Callable[[Tensor], Tensor]) -> None:
+    noticed = False
+    for name, case in JUDGED.items():
+        outputs = attention(select(golden(name), "in/"), case.params)
+        outputs["lse"] = change(outputs["lse"])
+        noticed |= any(not v.passed for v in judge(KERNEL, case, golden(name), outputs, None) if v.output == "lse")
+    assert noticed
 
 
 BEYOND: dict[str, dict[str, Rounding]] = {
@@ -110,3 +175,15 @@ def test_half_the_weights_rounding_would_fail_a_legal_kernel(monkeypatch: pytest
     assert bf16(torch.tensor(1 + 2.0**-8)).item() == 1.0
     monkeypatch.setattr(bounds, "_BF16_OVER_FP32", 2.0**15)
     assert not verdict(TELLING).passed
+
+
+@pytest.mark.parametrize("schedule", ["k2", "wgmma128", "wgmma176"])
+@pytest.mark.parametrize(("scale", "decided"), [(1e3, True), (1e9, False), (1e10, False), (1e20, False), (1e38, False)])
+def test_a_steep_scale_leaves_rows_out_before_a_schedule_overflows(scale: float, decided: bool, schedule: str) -> None:
+    case = goldens.fmha.make_case(64, True, 64, "normal", scale=scale)
+    x = KERNEL.inputs(case)
+    oracle, got = reference.model(x, case.params, torch.float64), reference.exact(x, case.params, schedule)
+    for name, limit in bounds.bound(x, case.params, schedule).items():
+        held = limit.isfinite()
+        assert bool(held.all()) == decided
+        assert torch.equal(got[name].isfinite()[held], oracle[name].isfinite()[held])

@@ -25,6 +25,9 @@ from reference.numerics.formats import to_bf16
 D, SEGMENT = 128, 64
 SCAN = "chunk16_scan64"
 ROWS = ("q", "k", "v", "g", "beta")
+LONG = [
+    c for c in goldens.KERNELS["kda"].cases if c.committed and {"chunk16_scan416", "chunk16_scan512"} & set(c.schedules)
+]
 CASES = [c for c in goldens.KERNELS["kda"].cases if c.committed and SCAN in c.schedules]
 
 
@@ -67,10 +70,18 @@ def relative(got: Tensor, want: Tensor) -> float:
 # The model.
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *LONG], ids=lambda case: case.name)
 def test_committed_goldens_are_those_of_the_model(case: goldens.Case) -> None:
-    tensors = store.load(case, store.read_manifest())
-    assert_same(exact(select(tensors, "in/"), case.params, SCAN), select(tensors, f"exact/{SCAN}/"))
+    tensors, [schedule] = store.load(case, store.read_manifest()), case.schedules
+    assert_same(exact(select(tensors, "in/"), case.params, schedule), select(tensors, f"exact/{schedule}/"))
+
+
+@pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
+def test_committed_long_segments_have_not_the_bits_of_chunk16(case: goldens.Case) -> None:
+    """Nor would they with other segments: little decays, and the last segment begins with S · M + C."""
+    tensors, [schedule] = store.load(case, store.read_manifest()), case.schedules
+    got = exact(select(tensors, "in/"), case.params, "chunk16")["final_state"]
+    assert not torch.equal(got, tensors[f"exact/{schedule}/final_state"])
 
 
 def test_some_committed_case_has_three_segments_and_an_empty_sequence() -> None:
@@ -223,18 +234,21 @@ FAULTS: dict[str, Callable[[Tensor, Tensor], Operators]] = {
     "operators-transposed": lambda c, m: (c, m.transpose(-1, -2)),
     "matrix-in-bf16": lambda c, m: (c, to_bf16(m).float()),
     "offset-in-bf16": lambda c, m: (to_bf16(c).float(), m),
+    "matrix-of-head-0": lambda c, m: (c, m[:, :1].expand_as(m)),
+    "operators-of-the-first-sequence": lambda c, m: (c[:1].expand_as(c), m[:1].expand_as(m)),
     "operators-of-the-next-segment": lambda c, m: (c.roll(-1, 0), m.roll(-1, 0)),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_fault_fails_a_committed_case(monkeypatch: pytest.MonkeyPatch, fault: Callable) -> None:
-    [case] = CASES
-    golden = store.load(case, store.read_manifest())
-    operators = reference._operators
+    operators, manifest = reference._operators, store.read_manifest()
     monkeypatch.setattr(reference, "_operators", lambda *a: fault(*operators(*a)))
+    [case] = [case for case in CASES if case.params["final_state"]]
+    golden = store.load(case, manifest)
     got = exact(select(golden, "in/"), case.params, SCAN)
-    assert not against_exact("out", got["out"], golden[f"exact/{SCAN}/out"]).passed
+    want = select(golden, f"exact/{SCAN}/")
+    assert not all(against_exact(name, got[name], x).passed for name, x in want.items())
 
 
 # Where the kernels find their segments.

@@ -1,5 +1,6 @@
 """``mla_query``: model against PyTorch in FP64, schedules against a simulation, bytes by hand, faults, refusals."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,12 @@ from torch import Tensor
 
 import goldens
 from goldens import cache_insert as insert
+from goldens import invariance, store
 from goldens import mla_query as room
-from goldens import store
+from goldens.call import call as call_candidate
+from goldens.compare import Verdict
 from goldens.judge import judge, select
+from goldens.mla_query import properties
 from reference import cache_insert
 from reference import mla_query as kernel
 from reference.mla_query import HEAD, LATENT, NOPE, QUERY, exact, model, schedule_for, small_refusal
@@ -24,6 +28,7 @@ from reference.numerics.mufu import rsqrt_approx, rsqrt_approx_ftz
 from reference.numerics.order import butterfly, chain_add, chain_fma, pairwise, strided_fma
 from reference.numerics.tensor_core import FORMS, Form, mma
 from reference.numerics.ulp import key
+from tools.adapters import exact as adapter
 
 KERNEL = goldens.KERNELS["mla_query"]
 COMMITTED = [case for case in KERNEL.cases if case.committed]
@@ -445,7 +450,7 @@ def failing(stored: dict, schedules: tuple[str, ...]) -> set[str]:
         made = exact(select(golden, "in/"), case.params, schedule)
         return any(not torch.equal(got, golden[f"exact/{schedule}/{name}"]) for name, got in made.items())
 
-    return {schedule for schedule in schedules if any(differs(case, schedule) for case in COMMITTED)}
+    return {name for name in schedules if any(differs(case, name) for case in COMMITTED if name in case.schedules)}
 
 
 def test_without_a_fault_no_case_fails(stored: dict) -> None:
@@ -474,13 +479,15 @@ def test_a_plain_fault_exceeds_the_derived_bound(
     stored: dict, monkeypatch: pytest.MonkeyPatch, fault: str, schedule: str
 ) -> None:
     """Judged by e4m3 steps alone, as a schedule without an exact model would be."""
-    monkeypatch.setattr(kernel, *FAULTS[fault][1:])
-    outputs = {c.id: exact(select(stored[c.id], "in/"), c.params, schedule) for c in COMMITTED}
-    monkeypatch.undo()
-    verdicts = [
-        v for name, out in outputs.items() for v in judge(KERNEL, goldens.find(name), stored[name], out, schedule)
-    ]
-    assert any(not v.passed for v in verdicts if v.against == "model")
+
+    def refused(case: goldens.Case) -> bool:
+        golden = stored[case.id]
+        with monkeypatch.context() as patched:
+            patched.setattr(kernel, *FAULTS[fault][1:])
+            outputs = exact(select(golden, "in/"), case.params, schedule)
+        return any(not v.passed for v in judge(KERNEL, case, golden, outputs, schedule) if v.against == "model")
+
+    assert any(refused(case) for case in COMMITTED if schedule in case.schedules)
 
 
 # Refusals.
@@ -497,7 +504,7 @@ REFUSED = {
     "heads-8": (GOOD, PARAMS | {"heads": 8}, r"heads: got 8, allowed are 12, 6, 1"),
     "heads-true": (GOOD, PARAMS | {"heads": True}, r"heads: got True, allowed are 12, 6, 1"),
     "heads-differ": (GOOD, PARAMS | {"heads": 6}, r"w_qb: got shape \(192, 1536\), allowed is \[1152, 1536\]"),
-    "eps": (GOOD, PARAMS | {"eps": 1e-6}, r"eps: got 1e-06, allowed is a finite number from 0 on that fp32 holds"),
+    "eps": (GOOD, PARAMS | {"eps": -1e-6}, r"eps: got -1e-06, allowed is a finite number from 0 on"),
     "width": (GOOD | {"qkv": GOOD["qkv"][:, :2111]}, PARAMS, r"qkv: got W = 2111, allowed is from 2112 on"),
     "rank": (GOOD | {"qkv": GOOD["qkv"][0]}, PARAMS, r"qkv: got shape \(2112,\), allowed is \[B, W\]"),
     "no-rows": (GOOD | {"qkv": GOOD["qkv"][:0]}, PARAMS, r"qkv: got shape \(0, 2112\), allowed are extents from 1 on"),
@@ -530,6 +537,22 @@ REFUSED = {
 def test_what_is_outside_the_interface_is_refused(function: Callable, x: dict, params: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(x, params)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3])
+def test_eps_is_rounded_to_fp32(eps: float) -> None:
+    """Model, oracle, exact and bound take the nearest fp32 number, whichever of the two is given."""
+    given, rounded = PARAMS | {"eps": eps}, PARAMS | {"eps": float(np.float32(eps))}
+    assert given != rounded
+    for made in (
+        lambda p: exact(GOOD, p, "small"),
+        lambda p: exact(GOOD, p, "tiled"),
+        lambda p: model(GOOD, p),
+        lambda p: model(GOOD, p, torch.float64),
+        lambda p: KERNEL.bound(GOOD, p, "tiled"),
+    ):
+        want = made(rounded)
+        assert all(torch.equal(x.view(torch.uint8), want[name].view(torch.uint8)) for name, x in made(given).items())
 
 
 @pytest.mark.parametrize(("heads", "rows", "most"), [(12, 4, 3), (6, 6, 5), (1, 6, 5)])
@@ -587,3 +610,110 @@ def test_elements_are_located() -> None:
     assert room.locate(case, "small", "output", (4, 5, 575)) == {"row": 4, "head": 5, "rank": 15}
     assert room.locate(case, "tiled", "output", (4, 5, 1)) == {"row": 4, "head": 5}
     assert room.locate(case, "tiled", "cache", (0, 2, 9)) == {"slot": 2, "thread": 1}
+
+
+# Properties.
+
+SEVERAL = goldens.find("mla_query/h6-b2-w2176-p2x3-page-normal")
+
+
+def broken(candidate: Callable[..., Any], *tried: Any) -> set[str]:
+    """Which variants of the properties ``tried`` a candidate fails on a case of several heads."""
+    outcomes = invariance.check(
+        dataclasses.replace(KERNEL, properties=tried),
+        SEVERAL,
+        KERNEL.inputs(SEVERAL),
+        lambda x, params, graph: call_candidate(candidate, x, params, torch.device("cpu")),
+        None,
+        graphs=False,
+    )
+    return {v.output.split(":")[0] for v in outcomes if isinstance(v, Verdict) and not v.passed}
+
+
+@SMALL_AND_TILED
+def test_exact_models_have_every_property(schedule: str) -> None:
+    assert broken(adapter.make("mla_query", schedule), *KERNEL.properties) == set()
+
+
+def tiled_of(changed: Callable[[dict], dict]) -> Callable[..., dict]:
+    """A candidate: ``tiled`` of other inputs."""
+    return lambda x, params: exact(dict(x) | changed(x), params, "tiled")
+
+
+def wide_rope(x: dict) -> dict:
+    """k_pe from the last columns of qkv, not from 2048 on."""
+    qkv = x["qkv"].clone()
+    qkv[:, 2048:2112] = x["qkv"][:, -64:]
+    return {"qkv": qkv}
+
+
+LACKING = {
+    "w_uk-of-head-0": (
+        lambda x: {"w_uk": x["w_uk"][:1].expand_as(x["w_uk"]).contiguous()},
+        properties.heads,
+        {"heads reversed", "head 5 amid NaN"},
+    ),
+    "a-zero-times-the-next-head": (
+        lambda x: {"w_qb": x["w_qb"] + 0 * x["w_qb"].roll(HEAD, 0)},
+        properties.heads,
+        {"head 0 amid NaN", "head 5 amid NaN"},
+    ),
+    "one-scale": (lambda x: {"k_scale_inv": x["q_scale_inv"]}, properties.scales, {"another q_scale_inv"}),
+    "the-cache's-scale": (lambda x: {"q_scale_inv": x["k_scale_inv"]}, properties.scales, {"another k_scale_inv"}),
+    "rope-from-the-end": (wide_rope, properties.unread, {"unread columns NaN"}),
+}
+
+
+@pytest.mark.parametrize(("changed", "tried", "fails"), LACKING.values(), ids=LACKING)
+def test_a_candidate_that_lacks_a_property_is_noticed(changed: Callable, tried: Any, fails: set[str]) -> None:
+    assert broken(tiled_of(changed), tried) == fails
+
+
+# Bounds.
+
+
+def by_bound(case: goldens.Case, stored: dict, outputs: dict[str, Tensor]) -> set[str]:
+    """The outputs that are refused of a candidate that claims no schedule."""
+    return {v.output for v in judge(KERNEL, case, stored[case.id], outputs, None) if not v.passed}
+
+
+def without_eps(monkeypatch: pytest.MonkeyPatch, root: Callable[[Tensor], Tensor]) -> None:
+    """1/rms by ``root`` of the mean square alone."""
+    monkeypatch.setattr(kernel, "add_rn", lambda mean, eps: mean)
+    monkeypatch.setattr(kernel, "rsqrt_approx", root)
+
+
+ROOTS = {
+    "eps-missing": lambda mean: torch.rsqrt(mean),
+    "eps-twice": lambda mean: torch.rsqrt(mean + 2 * EPS),
+    "eps-outside-the-root": lambda mean: 1.0 / (torch.sqrt(mean) + EPS),
+}
+
+
+@pytest.mark.parametrize("root", ROOTS.values(), ids=ROOTS)
+def test_another_place_of_eps_exceeds_the_bound_where_rows_are_faint(
+    stored: dict, monkeypatch: pytest.MonkeyPatch, root: Callable
+) -> None:
+    case = goldens.find("mla_query/h1-b2-p1x2-page-faint")
+    assert by_bound(case, stored, exact(select(stored[case.id], "in/"), case.params, "tiled")) == set()
+    without_eps(monkeypatch, root)
+    assert "output" in by_bound(case, stored, exact(select(stored[case.id], "in/"), case.params, "tiled"))
+
+
+def test_weights_of_another_head_exceed_the_bound(stored: dict) -> None:
+    x = select(stored[SEVERAL.id], "in/")
+    assert by_bound(SEVERAL, stored, exact(x, SEVERAL.params, "tiled")) == set()
+    for name in ("w_uk", "w_qb"):
+        for order in ([0] * 6, [1, 0, 2, 3, 4, 5]):
+            wrong = x | {name: x[name].unflatten(0, (6, -1))[order].flatten(0, 1).contiguous()}
+            assert "output" in by_bound(SEVERAL, stored, exact(wrong, SEVERAL.params, "tiled")), (name, order)
+
+
+@pytest.mark.parametrize("byte", [0x7E, 0x00])
+def test_rows_of_nan_are_nan_in_the_cache(stored: dict, byte: int) -> None:
+    case = goldens.find("mla_query/h1-b17-p2x8-page-padded")
+    right = exact(select(stored[case.id], "in/"), case.params, "tiled")
+    assert by_bound(case, stored, right) == set()
+    nan = (right["cache"] == 0x7F) & (stored[case.id]["in/cache"] != 0x7F)
+    assert bool(nan.any())
+    assert by_bound(case, stored, right | {"cache": torch.where(nan, byte, right["cache"])}) == {"cache"}

@@ -1,42 +1,19 @@
 """Candidates by what a user writes: an adapter's name, ``package.module:function`` or ``FILE.py:function``."""
 
-import importlib
-import importlib.util
 import re
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 import goldens
-from goldens.judge import Candidate, words
+from goldens.call import Candidate, clean
 from tools.adapters import ADAPTERS, Missing, need
+from tools.sandbox.load import BY_SCHEDULE, OURS, CandidateError, load
 
-OURS = "ours"
-BY_SCHEDULE = (OURS, "exact")  # adapters that are a candidate of each schedule
+__all__ = ["BY_SCHEDULE", "OURS", "CandidateError", "HardwareMissing", "Missing", "load"]
 
 
 class HardwareMissing(Exception):
     """What a run needs and this machine lacks."""
-
-
-class CandidateError(Exception):
-    """A candidate that cannot be found or imported."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A candidate that is ready to be called.
-
-    make: by kernel and schedule (None: it claims none). claims: the schedules whose bits it says it has, None for all.
-    outputs: by kernel those that it returns, where that is less than the interface's.
-    """
-
-    make: Callable[[str, str | None], Candidate]
-    claims: tuple[str, ...] | None = ()
-    outputs: dict[str, tuple[str, ...]] | None = None
 
 
 def require_hopper() -> torch.device:
@@ -78,55 +55,13 @@ def check(candidate: str, kernels: set[str]) -> None:
         )
 
 
-def load(candidate: str) -> Loaded:
-    """Import a candidate. CandidateError if that fails, Missing if an adapter's package is not installed."""
-    if candidate in BY_SCHEDULE:
-        return Loaded(importlib.import_module(f"tools.adapters.{candidate}").make, claims=None)
-    if candidate in ADAPTERS:
-        module = importlib.import_module(f"tools.adapters.{candidate}")
-        return Loaded(lambda kernel, schedule: module.candidate, outputs=getattr(module, "OUTPUTS", None))
-    place, _, name = candidate.rpartition(":")
-    function = getattr(_module(place), name, None)
-    if not callable(function):
-        raise CandidateError(f"{place} has no function {name}")
-    kernels = goldens.KERNELS
-    claims, outputs = (declared(function, f"{name}.{attribute}") for attribute in ("schedules", "outputs"))
-    known = list(dict.fromkeys(s for kernel in kernels.values() for s in kernel.reference.SCHEDULES))
-    for schedule in claims or ():
+def check_claims(candidate: str, claims: tuple[str, ...]) -> None:
+    """CandidateError if a schedule that a candidate claims is none of any kernel."""
+    known = list(dict.fromkeys(s for kernel in goldens.KERNELS.values() for s in kernel.reference.SCHEDULES))
+    for schedule in claims:
         if schedule not in known:
-            raise CandidateError(f"{name}.schedules: got {schedule!r}, allowed are {', '.join(known)}")
-    by_kernel = dict.fromkeys(kernels, outputs) if outputs else None
-    return Loaded(lambda kernel, schedule: function, claims or (), by_kernel)
-
-
-def declared(function: Callable, what: str) -> tuple[str, ...] | None:
-    """The names in an attribute, such as "f.outputs", None without it. CandidateError if it is no tuple of names."""
-    names = getattr(function, what.rpartition(".")[2], None)
-    if names is None:
-        return None
-    if not isinstance(names, (tuple, list)) or not names or not all(isinstance(x, str) for x in names):
-        raise CandidateError(f"{what}: got {names!r}, allowed is a tuple of names, such as ('a',)")
-    return tuple(names)
-
-
-def _module(place: str) -> object:
-    """A module by its dotted name, found from the current folder too, or by its file."""
-    try:
-        if not place.endswith(".py"):
-            if "" not in sys.path and str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))
-            return importlib.import_module(place)
-        spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-        if spec is None or spec.loader is None or not Path(place).is_file():
-            raise CandidateError(f"{place}: there is no such file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
-    except CandidateError:
-        raise
-    except Exception as error:
-        raise CandidateError(f"{place} cannot be imported: {words(error)}") from None
+            name = candidate.rpartition(":")[2]
+            raise CandidateError(f"{name}.schedules: got {clean(schedule)!r}, allowed are {', '.join(known)}")
 
 
 def ours(kernel: str, schedule: str) -> Candidate:

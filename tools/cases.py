@@ -1,9 +1,15 @@
 """Which cases a command is about, from what its user asks for."""
 
+import secrets
+
 import goldens
 from goldens.case import Case
 from goldens.regenerate import all_cases
 from tools import candidates, shard
+
+MOST_SECONDS = 1e6  # of a call: beyond what a poll takes
+MOST_TIMES = 1_000_000
+SEEDS = 1 << 48
 
 
 class UsageError(Exception):
@@ -34,6 +40,30 @@ def check_device(candidate: str, device: str | None) -> None:
     else:
         who = f"{candidate} needs a GPU"
     raise UsageError(f"device: got 'cpu', {who}")
+
+
+def check_seconds(option: str, seconds: float) -> None:
+    """UsageError unless it is a time that a call may take."""
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise UsageError(f"{option}: got {seconds:g}, allowed are 0 (no limit) to {MOST_SECONDS:,.0f} seconds")
+
+
+def seeds(fresh: int, first: int | None) -> tuple[int, ...]:
+    """The seeds of ``fresh`` further inputs, from ``first`` or from a random one on. UsageError for others."""
+    if not 0 <= fresh <= MOST_TIMES:
+        raise UsageError(f"fresh: got {fresh}, allowed are 0 to {MOST_TIMES:,}")
+    if first is not None and not fresh:
+        raise UsageError("fresh-seed: is an option of --fresh, which is missing")
+    if first is not None and not 0 <= first < SEEDS:
+        raise UsageError(f"fresh-seed: got {first}, allowed are 0 to {SEEDS - 1}")
+    start = secrets.randbelow(SEEDS) if first is None else first
+    return tuple(range(start, start + fresh))
+
+
+def check_repeat(repeat: int) -> None:
+    """UsageError unless it is a number of calls."""
+    if not 1 <= repeat <= MOST_TIMES:
+        raise UsageError(f"repeat: got {repeat}, allowed are 1 to {MOST_TIMES:,}")
 
 
 def choose(

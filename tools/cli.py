@@ -25,6 +25,7 @@ from goldens.regenerate import Difference
 from goldens.regenerate import regenerate as make
 from tools import candidates, doctor, evidence, export, faults, report, terminal, trial
 from tools import cases as cases_of
+from tools.coverage import NO_TRIAL, Account
 
 
 class Exit(IntEnum):
@@ -93,7 +94,8 @@ def chosen(cases: Sequence[Case], *options: object) -> list[str] | None:
 def end_on_signals() -> None:
     """Let the signals that end a run end it as an interruption does, so that nothing is left behind."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.default_int_handler)
 
 
 def each(cases: list[Case], label: str, work: Callable[[Callable[[Case], None]], None]) -> None:
@@ -198,12 +200,13 @@ def judge_exact_case(case: Case, manifest: dict[str, Any], only: str | None) -> 
     return results
 
 
-def put_on_trial(tried: trial.Trial, cases: list[Case], invariant: bool) -> list[trial.Run | trial.NotSupported]:
+def put_on_trial(
+    tried: trial.Trial, cases: list[Case], manifest: dict[str, Any], invariant: bool
+) -> list[trial.Run | trial.NotSupported]:
     """What a candidate did on every case."""
     found: list[trial.Run | trial.NotSupported] = []
 
     def work(done: Callable[[Case], None]) -> None:
-        manifest = store.read_manifest()
         for case in cases:
             found.extend(trial.run(tried, case, manifest, invariant))
             done(case)
@@ -229,39 +232,40 @@ def publish(
     results: Sequence[report.Result],
     title: str,
     files: Files,
-    refused: Sequence[trial.NotSupported] = (),
     cases: Sequence[str] | None = None,
+    account: Account = NO_TRIAL,
 ) -> None:
-    """Print the report, write its files, end with exit code 1 if anything failed, 2 if nothing was judged.
+    """Print the report, write its files, end with exit code 1 if anything failed, 2 if nothing or not all was judged.
 
-    cases: ids that the run was restricted to, if it was.
+    cases: ids that the run was restricted to, if it was. account: of the trial that gave the results, if it was one.
     """
-    changes = report.against(results, files.against, cases) if files.against is not None and results else None
+    changes = None
+    if files.against is not None and results:
+        changes = report.against([r for r in results if r.case.id not in account.fresh], files.against, cases)
     if results:
         out.print(report.to_table(results, title))
     lines = [line for result in results for line in report.details(result)]
-    for line in [*lines, *map(str, refused), *map(str, changes or [])]:
+    refused = account.refused
+    for line in [*lines, *refused, *map(str, changes or []), *account.lines]:
         out.print(line, markup=False, soft_wrap=True)
     if not results:
         why = "the candidate does none of it" if refused else "no schedule has an exact model for these cases"
         raise fail(f"nothing was judged: {why}", Exit.USAGE)
     out.print(report.summary(results) + (f"; {len(refused)} not supported or not judged" if refused else ""))
-    not_supported = [{"case": r.case.id, "schedule": r.schedule, "reason": f"{r.word}: {r.reason}"} for r in refused]
     try:
         if files.json:
-            content = report.to_json(results) | ({"not_supported": not_supported} if refused else {})
+            content = report.to_json(results) | account.facts
             write_text(files.json, json.dumps(content, indent=1, allow_nan=False) + "\n")
         if files.markdown:
-            section = (
-                "\n".join(["\n## Not supported or not judged\n", *(f"- {r}" for r in refused), ""]) if refused else ""
-            )
-            write_text(files.markdown, report.to_markdown(results, title, changes) + section)
+            write_text(files.markdown, report.to_markdown(results, title, changes) + account.markdown)
         if files.html:
-            write_text(files.html, report.to_html(results, title, changes, map(str, refused)))
+            write_text(files.html, report.to_html(results, title, changes, refused, account.lines))
     except store.GoldenError as error:
         raise fail(str(error), Exit.USAGE) from None
     if not all(result.passed for result in results):
         raise typer.Exit(Exit.FAIL)
+    if account.gaps:
+        raise fail(f"not all was judged: {'; '.join(account.gaps)}. --partial says that this is meant", Exit.USAGE)
 
 
 @app.command()
@@ -279,8 +283,18 @@ def verify(
         bool,
         typer.Option("--invariance", help="Try what must hold bit for bit whatever the schedule, not the goldens."),
     ] = False,
+    fresh: Annotated[
+        int, typer.Option("--fresh", help="So many further inputs for each case, from seeds that are in no file.")
+    ] = 0,
+    fresh_seed: Annotated[
+        int | None, typer.Option("--fresh-seed", help="The first of these seeds; random without it, and printed.")
+    ] = None,
+    repeat: Annotated[int, typer.Option("--repeat", help="How often each call is made, every result judged.")] = 1,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="What the candidate refuses or leaves out is meant; else exit code 2.")
+    ] = False,
     timeout: Annotated[
-        float, typer.Option("--timeout", min=0, help="Seconds that a call may take; 0: no limit, in this process.")
+        float, typer.Option("--timeout", help="Seconds that a call may take; 0: no limit.")
     ] = trial.SECONDS,
     shard: ShardOption = None,
     json_file: JsonFile = None,
@@ -288,16 +302,25 @@ def verify(
     html: HtmlFile = None,
     against: AgainstFile = None,
 ) -> None:
-    """Judge our kernels, or any candidate, by the goldens."""
+    """Judge our kernels, or any candidate, by the goldens.
+
+    Exit code 0: all that was asked for was judged and passed; every run, and every output that the cases' goldens have.
+    """
     try:
+        cases_of.check_seconds("timeout", timeout)
+        cases_of.check_repeat(repeat)
+        seeds = cases_of.seeds(fresh, fresh_seed)
         kernel = cases_of.kernel_of(candidate, kernel, case)
         cases_of.check_device(candidate, device)
     except cases_of.UsageError as error:
         raise fail(f"--{error}", Exit.USAGE) from None
     cases = choose(kernel, case, shard=shard, schedule=schedule)
     files = Files(json_file, markdown, html, read_report(against))
+    end_on_signals()
     try:
-        found = put_on_trial(trial.Trial(candidate, device, timeout, schedule), cases, invariance)
+        manifest = store.read_manifest()  # before the candidate, whose import may do anything to files
+        tried = trial.Trial(candidate, device, timeout, schedule, seeds, repeat)
+        found = put_on_trial(tried, cases, manifest, invariance)
     except KeyboardInterrupt:
         raise fail("interrupted; nothing was written", Exit.FAIL) from None
     except (candidates.HardwareMissing, candidates.Missing) as error:
@@ -315,8 +338,8 @@ def verify(
         [run for run in found if isinstance(run, trial.Run)],
         f"Invariance: {title}" if invariance else title,
         files,
-        [run for run in found if isinstance(run, trial.NotSupported)],
         chosen(cases, kernel, case, shard, schedule),
+        trial.account(tried, found, partial or candidate in candidates.ADAPTERS),
     )
 
 

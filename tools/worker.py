@@ -1,232 +1,244 @@
-"""A candidate in a process of its own: what hangs or crashes ends that process, never the run."""
+"""A candidate in a process of its own: what hangs, crashes, lies or leaks ends that process, never the run.
+
+Nothing that comes from there is trusted: messages are data (JSON and safetensors), and of any other form they are a
+failed call; words and names are cleaned here.
+"""
 
 import contextlib
-import io
-import multiprocessing
+import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Connection
-from types import FrameType
-from typing import Any
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+import goldens
+import reference
+import tools
+from goldens import cache
+from goldens.call import MOST_BYTES, CallFailed, Unsupported, clean, clean_name, duplicate
 from goldens.case import Tensors
-from goldens.judge import CallFailed, Candidate, Unsupported, call, collect, duplicate, words
 from tools import candidates
 from tools.adapters import Missing
+from tools.sandbox.message import Garbage, pack, unpack
 
 START_SECONDS = 300.0  # for the import of the candidate and of what it needs
-REPLAYS = 2
-
-
-def replay(candidate: Candidate, inputs: Tensors, params: Mapping[str, Any], device: torch.device) -> Tensors:
-    """The outputs of a CUDA graph recorded on other numbers, once these inputs are in the places of those."""
-    recorded = getattr(candidate, "capturable", candidate)
-
-    def run(given: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        held = dict(given)
-        if not recorded:
-            raise Unsupported("it says that it cannot be recorded in a CUDA graph")
-        for x in held.values():
-            if x.dim() and x.dtype.is_floating_point:
-                x.copy_(x.flip(0))
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # compiles, and allocates what it keeps
-            recorded({name: x.clone() for name, x in held.items()}, parameters)
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outputs = recorded(held, parameters)
-        for _ in range(REPLAYS):
-            for name, x in held.items():
-                x.copy_(inputs[name])
-            graph.replay()
-            torch.cuda.synchronize(device)
-        return collect(outputs, device)
-
-    return call(run, inputs, params, device)
-
-
-class InProcess:
-    """A candidate called in this process, without a limit of time: for debuggers and profilers."""
-
-    def __init__(self, candidate: str, device: torch.device):
-        self.device = device
-        with _exits_as(lambda said: candidates.CandidateError(f"{candidate}: its import {said}")):
-            self._loaded = candidates.load(candidate)
-        self.claims, self.outputs = self._loaded.claims, self._loaded.outputs
-        self._made: dict[tuple[str, str | None], Candidate] = {}
-
-    def call(
-        self, kernel: str, schedule: str | None, inputs: Tensors, params: Mapping[str, Any], graph: bool = False
-    ) -> Tensors:
-        """The outputs, on the CPU. CallFailed or Unsupported; Missing if the candidate's package is not there."""
-        key = (kernel, schedule)
-        with _exits_as(lambda said: CallFailed(f"the candidate {said}")):
-            if key not in self._made:
-                self._made[key] = self._loaded.make(kernel, schedule)
-            return (replay if graph else call)(self._made[key], inputs, params, self.device)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-@contextlib.contextmanager
-def _exits_as(failure: Callable[[str], Exception]) -> Iterator[None]:
-    """A candidate's SystemExit or KeyboardInterrupt as a failure that says what it did; the user's Ctrl-C passes."""
-    pressed = False
-
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        pressed = True
-        raise KeyboardInterrupt
-
-    handler = signal.getsignal(signal.SIGINT)
-    listens = handler is signal.default_int_handler and threading.current_thread() is threading.main_thread()
-    if listens:
-        signal.signal(signal.SIGINT, press)
-    try:
-        yield
-    except SystemExit as error:
-        raise failure(f"called {_exit_call(error)}") from None
-    except KeyboardInterrupt as error:
-        # Where signals are neither ignored nor listened to, nothing tells whose it is.
-        if pressed or not (listens or handler is signal.SIG_IGN):
-            raise
-        raise failure(words(error)) from None
-    finally:
-        if listens:
-            signal.signal(signal.SIGINT, handler)
-
-
-def _exit_call(error: SystemExit) -> str:
-    return "sys.exit()" if error.code is None else f"sys.exit({error.code!r})"
+END_SECONDS = 10.0
+LINES = 200  # of what a candidate prints
+ROOT = Path(tools.__file__).parents[1]
+MAIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tools.sandbox.start import main; main()"
+GUARDS = {
+    "mounted": "{what} did not exist for the candidate's process",
+    "refused": "{what} were refused to Python in the candidate's process; compiled code could read them",
+    "nothing": "nothing was hidden from it: it is this checkout's own and needs the models or the kernels",
+}
 
 
 class Worker:
-    """The same in another process, which is ended where it gives no answer within ``seconds``, and started again."""
+    """A candidate by its name, imported now in a process of its own.
+
+    seconds: what a call may take before the process is ended, 0 for no limit; the next call starts it again.
+    CandidateError or Missing if it cannot be imported. claims, outputs: as it declares them. guard: what was hidden
+    from it, in words.
+    """
 
     def __init__(self, candidate: str, device: torch.device, seconds: float):
-        self._arguments, self._seconds = (candidate, str(device)), seconds
-        self._process: multiprocessing.process.BaseProcess | None = None
-        self._start()
+        self._candidate, self._device, self._seconds = candidate, str(device), seconds or None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._own = candidate in candidates.ADAPTERS
+        self.claims, self.outputs = self._start()
 
     def call(
         self, kernel: str, schedule: str | None, inputs: Tensors, params: Mapping[str, Any], graph: bool = False
     ) -> Tensors:
-        """As ``InProcess.call``; a hang or the end of the process is a CallFailed too."""
+        """The outputs, on the CPU. CallFailed or Unsupported; Missing if an adapter's package is not there."""
         if self._process is None:
-            self._start()
-        contiguous = {name: duplicate(x, torch.device("cpu")) for name, x in inputs.items()}
-        request = {"kernel": kernel, "schedule": schedule, "inputs": contiguous, "params": dict(params), "graph": graph}
-        try:
-            self._connection.send_bytes(_pack(request))
-        except OSError:
-            raise CallFailed(self._ended()) from None
-        answer = self._receive(self._seconds)
-        if answer.get("broken"):
+            try:
+                self._start()
+            except (candidates.CandidateError, Missing) as error:
+                raise CallFailed(f"its process was ended, and did not start again: {error}") from None
+        self._number += 1
+        request: dict[str, Any] = {"kernel": kernel, "schedule": schedule, "params": dict(params), "graph": graph}
+        tensors, strides = _dense(inputs)
+        deadline = None if self._seconds is None else time.monotonic() + self._seconds
+        message = pack({**request, "number": self._number, "strides": strides}, tensors)
+        answer, outputs = self._exchange(message, deadline)
+        if answer.get("number") != self._number:
+            self.close()
+            raise CallFailed("its process sent an answer that was not asked for, and was ended")
+        if answer.get("broken") is True:
             self.close()
         if "unsupported" in answer:
-            raise Unsupported(answer["unsupported"])
-        if "missing" in answer:
-            raise Missing(answer["missing"])
+            raise Unsupported(clean(str(answer["unsupported"])))
+        if "missing" in answer and self._own:
+            raise Missing(clean(str(answer["missing"])))
         if "failed" in answer:
-            raise CallFailed(answer["failed"], answer["refusal"])
-        return answer["outputs"]
+            raise CallFailed(clean(str(answer["failed"])), answer.get("refusal") is True)
+        return {clean_name(name): x for name, x in outputs.items()}
 
     def close(self) -> None:
-        """End the process."""
-        if self._process is None:
+        """End the process and all that it started."""
+        process, self._process = self._process, None
+        if process is None:
             return
-        self._process.kill()
-        self._process.join(10)
-        self._connection.close()
-        self._process = None
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=serve, args=(theirs, *self._arguments), daemon=True)
-        self._process.start()
-        theirs.close()
+        self._control.close()
         try:
-            hello = self._receive(START_SECONDS)
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._channel.close()
+
+    def _start(self) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]] | None]:
+        self._channel, channel = socket.socketpair()
+        self._control, control = socket.socketpair()
+        start = {
+            "channel": channel.fileno(),
+            "control": control.fileno(),
+            "candidate": self._candidate,
+            "device": self._device,
+            "path": sys.path,
+            "goldens": str(Path(goldens.__file__).parent),
+            "folders": self._folders(),
+            "forget": not self._own,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", MAIN, json.dumps(start)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(channel.fileno(), control.fileno()),
+            start_new_session=True,
+        )
+        channel.close()
+        control.close()
+        assert self._process.stdout is not None
+        threading.Thread(target=_relay, args=(self._process.stdout,), daemon=True).start()
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            before, _ = self._exchange(b"", deadline)
+            self.guard = GUARDS.get(str(before.get("hidden")), "").format(what="goldens, their cache and the models")
+            hello, _ = self._exchange(b"", deadline)
         except CallFailed as error:
-            raise candidates.CandidateError(f"{self._arguments[0]}: importing it failed: {error}") from None
-        if "ready" not in hello:
-            self.close()
-            raise Missing(hello["missing"]) if "missing" in hello else candidates.CandidateError(hello["unknown"])
-        self.claims, self.outputs = hello["ready"]
-
-    def _receive(self, seconds: float) -> dict[str, Any]:
+            raise candidates.CandidateError(f"{self._candidate}: importing it failed: {error}") from None
         try:
-            if self._connection.poll(seconds):
-                return _unpack(self._connection.recv_bytes())
+            return self._declared(hello)
+        except BaseException:
+            self.close()
+            raise
+
+    def _declared(self, hello: dict[str, Any]) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]] | None]:
+        if "missing" in hello and self._own:
+            raise Missing(clean(str(hello["missing"])))
+        if "unknown" in hello:
+            raise candidates.CandidateError(clean(str(hello["unknown"])))
+        claims, outputs = hello.get("claims"), hello.get("outputs")
+        if (claims is None) != (self._candidate in candidates.BY_SCHEDULE):
+            raise candidates.CandidateError(f"{self._candidate}: its process does not say what it claims")
+        if outputs is not None and not isinstance(outputs, dict):
+            raise candidates.CandidateError(f"{self._candidate}: its process does not say what it returns")
+        candidates.check_claims(self._candidate, _texts(claims or ()))
+        named = {str(kernel): tuple(map(clean_name, _texts(names))) for kernel, names in (outputs or {}).items()}
+        return None if claims is None else _texts(claims), named or None
+
+    def _folders(self) -> list[str]:
+        """What the process may not have; ``tools`` too, but for the adapters that are in it."""
+        if self._candidate in candidates.BY_SCHEDULE:
+            return []
+        packages = [goldens, reference] if self._own else [goldens, reference, tools]
+        return [*(str(Path(str(package.__file__)).parent) for package in packages), str(cache.folder())]
+
+    def _exchange(self, message: bytes, deadline: float | None) -> tuple[dict[str, Any], Tensors]:
+        """Send, then the answer. CallFailed where there is none; the process is ended then."""
+        try:
+            self._channel.settimeout(_left(deadline))
+            self._channel.sendall(message)
+            return unpack(lambda count: self._read(count, deadline), MOST_BYTES)
+        except Garbage as error:
+            self.close()
+            raise CallFailed(f"its process sent {error}, and was ended") from None
+        except TimeoutError:
+            self.close()
+            seconds = self._seconds or START_SECONDS
+            raise CallFailed(f"hangs: no result within {seconds:g} s; its process was ended") from None
         except (EOFError, OSError):
             raise CallFailed(self._ended()) from None
-        self.close()
-        raise CallFailed(f"hangs: no result within {seconds:g} s; its process was ended")
+
+    def _read(self, count: int, deadline: float | None) -> bytearray:
+        """So many bytes. EOFError if the process ends before, TimeoutError."""
+        buffer = bytearray(count)
+        view = memoryview(buffer)
+        while len(view):
+            ready = wait([self._channel, self._control], _left(deadline))
+            if not ready:
+                raise TimeoutError
+            if self._channel not in ready:  # ended; what it sent before may have come since that look
+                ready = wait([self._channel], 0)
+            received = self._channel.recv_into(view) if ready else 0
+            if received == 0:
+                raise EOFError
+            view = view[received:]
+        return buffer
 
     def _ended(self) -> str:
-        process = self._process
-        assert process is not None
-        process.join(10)
-        code = process.exitcode
+        """How the process came to an end: what its keeper says."""
+        said = b""
+        with contextlib.suppress(OSError):
+            self._control.settimeout(END_SECONDS)
+            said = self._control.recv(64)
         self.close()
-        if code is not None and code < 0:
-            return f"crashed: its process ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"crashed: its process ended with exit code {code}"
+        kind, _, number = said.decode(errors="replace").partition(" ")
+        if kind == "signal" and number.isdecimal():
+            return f"crashed: its process ended by signal {number} ({_signal_name(int(number))})"
+        if kind == "exit" and number.isdecimal():
+            return f"crashed: its process ended with exit code {number}"
+        return "crashed: its process ended, or closed its connection"
 
 
-def serve(connection: Connection, candidate: str, device: str) -> None:
-    """What the other process does: import the candidate, then answer calls until the connection ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the run decides when this process ends
-    try:
-        held = InProcess(candidate, torch.device(device))
-    except candidates.CandidateError as error:
-        return connection.send_bytes(_pack({"unknown": str(error)}))
-    except Missing as error:
-        return connection.send_bytes(_pack({"missing": str(error)}))
-    connection.send_bytes(_pack({"ready": (held.claims, held.outputs)}))
-    while True:
-        try:
-            request = _unpack(connection.recv_bytes())
-        except (EOFError, OSError):
-            return None
-        connection.send_bytes(_pack(_answer(held, request)))
+def _left(deadline: float | None) -> float | None:
+    """Seconds that are left, at least a little."""
+    return None if deadline is None else max(0.001, deadline - time.monotonic())
 
 
-def _answer(held: InProcess, request: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return {"outputs": held.call(**request)}
-    except Unsupported as refused:
-        return {"unsupported": str(refused)}
-    except Missing as error:
-        return {"missing": str(error)}
-    except CallFailed as error:
-        return {"failed": str(error), "refusal": error.refusal, "broken": held.device.type == "cuda" and _is_broken()}
+def _dense(inputs: Mapping[str, Tensor]) -> tuple[Tensors, dict[str, tuple[list[int], list[int]]]]:
+    """Tensors as they can be sent: those with other strides as all that they span, and shape and strides of those."""
+    tensors, strides = {}, {}
+    for name, given in inputs.items():
+        x = duplicate(given, torch.device("cpu"))
+        if not x.is_contiguous():
+            strides[name] = (list(x.shape), list(x.stride()))
+            x = x.as_strided((x.untyped_storage().nbytes() // x.dtype.itemsize,), (1,))
+        tensors[name] = x
+    return tensors, strides
 
 
-def _is_broken() -> bool:
-    """Whether an earlier error has left the GPU unusable for this process."""
-    try:
-        torch.cuda.synchronize()
-        torch.zeros(1, device="cuda").add_(1)
-        torch.cuda.synchronize()
-    except Exception:
-        return True
-    return False
+def _texts(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise candidates.CandidateError("the candidate's process does not say what it declares")
+    return tuple(names)
 
 
-def _pack(message: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(message, buffer)
-    return buffer.getvalue()
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else "unknown"
 
 
-def _unpack(content: bytes) -> dict[str, Any]:
-    return torch.load(io.BytesIO(content), weights_only=True)
+def _relay(stream: IO[bytes]) -> None:
+    """What the candidate prints, to standard error, so that no line of it can be taken for the report's."""
+    with stream:
+        count = 0
+        while line := stream.readline(2000):
+            count += 1
+            if count <= LINES:
+                said = clean(line.decode(errors="replace"))
+                print(f"candidate: {said}" if count < LINES else "candidate: … prints more", file=sys.stderr)

@@ -46,11 +46,11 @@ def attention(
 
     q, k, v: bf16 [B·H, N, d] or [B, N, H, d], of any strides that TMA takes (1 along d, else multiples of 8); with
     ``cu_seqlens_q`` and ``cu_seqlens_k``, int32 [B + 1], packed sequences [ΣN, H, d], the longest in q of
-    ``max_seqlen_q`` rows. d is 64 or 128; the heads of q are a multiple of those of k; lengths are free. causal:
-    query i sees key j if j ≤ i + Nk − Nq; a row that sees no key has o = 0, lse = −inf. scale: fp32(1/√d) unless
-    given, at most 2^16. lse: [B·H, N], [B, H, N] or [H, ΣN]. rung: one of ``RUNGS``, by default the fastest that has the schedule; k2 and k3
-    take [B·H, N, d] of one shape, N a multiple of 64, and make no lse. schedule: one of ``SCHEDULES``, by default the
-    rung's first. ValueError names the argument that is not supported, RuntimeError a missing GPU.
+    ``max_seqlen_q`` rows. d is 64 or 128; the heads of q are a multiple of those of k; lengths are free. causal: query
+    i sees key j if j ≤ i + Nk − Nq; a row that sees no key has o = 0, lse = −inf. scale: 1/√d unless given, rounded to
+    fp32. lse: [B·H, N], [B, H, N] or [H, ΣN]. rung: one of ``RUNGS``, by default the fastest that has the schedule; k2
+    and k3 take [B·H, N, d] of one shape, N a multiple of 64, and make no lse. schedule: one of ``SCHEDULES``, by
+    default the rung's first. ValueError names the argument that is not supported, RuntimeError a missing GPU.
     """
     checks.tensors(q, k, v)
     checks.numbers(causal, scale)
@@ -152,10 +152,11 @@ def _fmha(
 ) -> tuple[Tensor, Tensor]:
     """o and lse; k2 and k3 leave lse empty."""
     o = torch.empty_like(q)
+    number = runtime.fp32_number("scale", scale)  # before it is multiplied by log2 e
     with torch.cuda.device(q.device):
         if rung in SCALAR:
             views = [runtime.view(x.permute(1, 2, 0), {0: k2.TILE, 2: 1}, order=k2.ORDER) for x in (q, k, v, o)]
-            SCALAR[rung].compile_variant(q.shape[2], causal)(*views, Float32(scale), runtime.stream())
+            SCALAR[rung].compile_variant(q.shape[2], causal)(*views, Float32(number), runtime.stream())
             return o, q.new_empty(0, dtype=torch.float32)
         packed = cu_seqlens_q is not None
         lse = q.new_empty(_lse_shape(q, packed), dtype=torch.float32)
@@ -164,8 +165,6 @@ def _fmha(
         config = config_of(rung, schedule, q.shape[-1], causal, packed)
         offsets = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
         longest = max_seqlen_q if packed else launch.extents(q, packed).n
-        # Rounded here: c is the fp32 nearest to fp32(scale) · log2 e.
-        number = torch.tensor(scale, dtype=torch.float32).item()
         if longest:
             launch.launch(TENSOR_CORE[rung], config, (q, k, v), (o, lse), offsets, longest, number)
     return o, lse

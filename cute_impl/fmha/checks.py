@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 MAX_GRID = 65535  # of a grid's second and third extent
-MAX_SCALE = 2.0**16  # that of reference.fmha, which derives it
 
 
 def tensors(q: Any, k: Any, v: Any) -> None:
@@ -30,13 +29,13 @@ def tensors(q: Any, k: Any, v: Any) -> None:
 
 
 def numbers(causal: Any, scale: Any) -> None:
-    """causal is a bool, scale None or a number that is normal in fp32 and at most ``MAX_SCALE``."""
+    """causal is a bool, scale None or positive, finite and normal in fp32."""
     if not isinstance(causal, bool):
         raise ValueError(f"causal: got {causal!r}, allowed are True and False")
-    smallest = torch.finfo(torch.float32).tiny
+    fp32 = torch.finfo(torch.float32)
     number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if scale is not None and not (number and smallest <= scale <= MAX_SCALE):
-        raise ValueError(f"scale: got {scale!r}, allowed is None or a number from {smallest} to {MAX_SCALE}")
+    if scale is not None and not (number and fp32.tiny <= scale <= fp32.max):
+        raise ValueError(f"scale: got {scale!r}, allowed is None or a number from {fp32.tiny} to {fp32.max}")
 
 
 def offsets(q: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any) -> None:

@@ -65,10 +65,11 @@ def fwd(
     """Write ``out`` and, if given, ``final_state`` on an sm_90 GPU.
 
     q, k, v, g, out: [B, T, H, 128] bf16, g the gate before activation. beta: [B, T, H] bf16 logits. A_log [H], dt_bias
-    [H, 128] fp32. scale: any finite number. lower_bound: from −5 to 5, natural log. initial_state, final_state: [N, H,
-    V, K] bf16 or fp32, one dtype; they may be the same tensor. cu_seqlens: [N + 1] int64 or int32 on the device, B = 1:
-    sequence n has tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1; without it N = B. All contiguous, at multiples of 16
-    bytes (beta 2, A_log 4, offsets their size). What is written overlaps with nothing else, but for the states.
+    [H, 128] fp32. scale: any finite number. lower_bound: from −5 to 5, natural log. Both are rounded to fp32.
+    initial_state, final_state: [N, H, V, K] bf16 or fp32, one dtype; they may be the same tensor. cu_seqlens: [N + 1]
+    int64 or int32 on the device, B = 1: sequence n has tokens cu_seqlens[n] … cu_seqlens[n + 1] − 1; without it N = B.
+    All contiguous, at multiples of 16 bytes (beta 2, A_log 4, offsets their size). What is written overlaps with
+    nothing else, but for the states.
     workspace: uint8, ``get_workspace_size`` bytes or more, at a multiple of 128; allocated unless given. ``chunk16``
     needs none and does not touch a given one.
     check: read cu_seqlens back first, which waits for the GPU; ValueError unless they rise from 0 to T.
@@ -93,9 +94,10 @@ def fwd(
     if check and cu_seqlens is not None:
         checks.check_offsets(cu_seqlens, q.shape[1])
     runtime.require_hopper(q.device)
+    scale, lower_bound = runtime.fp32_number("scale", scale), runtime.fp32_number("lower_bound", lower_bound)
     torch.ops.goldens.kda(
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, out, final_state, workspace if segment else None,
-        float(scale), float(lower_bound), cluster or 0, segment,
+        scale, lower_bound, cluster or 0, segment,
     )  # fmt: skip
 
 

@@ -54,10 +54,10 @@ def mla_query(
 
     qkv: [B, W ≥ 2112] bf16, rows at any multiple of 8 elements, B = 1 … 64; w_qa [1536], w_kva [512], w_qb [heads ·
     192, 1536], w_uk [heads, 128, 512] bf16, heads 12, 6 or 1; cache [pages, page_size, 576], uint8 or float8_e4m3fn;
-    slots [B] int64, page · page_size + offset; q_scale_inv, k_scale_inv [1] fp32. Contiguous where nothing else is
-    said, at multiples of 16 bytes (slots 8, scales 4). A row whose slot is outside the cache (−1) is not inserted.
-    Two rows of the same slot race: which bytes remain is not defined.
-    schedule: by B unless given. q_b_cp_async: ``small`` stages Q_B by cp.async, or by one bulk copy, the same bits.
+    slots [B] int64, page · page_size + offset; q_scale_inv, k_scale_inv [1] fp32; eps from 0 on, rounded to fp32.
+    Contiguous where nothing else is said, at multiples of 16 bytes (slots 8, scales 4). A row whose slot is outside the
+    cache (−1) is not inserted. Two rows of the same slot race: which bytes remain is not defined. schedule: by B unless
+    given. q_b_cp_async: ``small`` stages Q_B by cp.async, or by one bulk copy, the same bits.
     out: where the output goes, a new tensor unless given. mailbox: the output goes to all ranks' mailboxes too, and
     this rank's holds all ranks' bytes when the kernel ends; see ``dcp``.
     weights_complete: the caller's promise that the four weights are complete at launch: not written by the launch
@@ -72,7 +72,7 @@ def mla_query(
     tensors = dict(zip(INPUTS, (qkv, w_qa, w_kva, w_qb, w_uk, cache, slots, q_scale_inv, k_scale_inv), strict=True))
     heads = _check_tensors(tensors, out)
     rows = qkv.shape[0]
-    checks.check_eps(eps)
+    eps = checks.eps_number(eps)
     schedule = schedule_for(heads, rows) if schedule is None else schedule
     _check_schedule(schedule, heads, rows)
     checks.check_flags(q_b_cp_async=q_b_cp_async, weights_complete=weights_complete)
@@ -83,7 +83,7 @@ def mla_query(
     runtime.require_hopper(qkv.device)
     if out is None:
         out = torch.empty(rows, heads, WIDTH, dtype=torch.uint8, device=qkv.device)
-    options = (float(eps), schedule, q_b_cp_async, weights_complete)
+    options = (eps, schedule, q_b_cp_async, weights_complete)
     if mailbox is None:
         torch.ops.goldens.mla_query(*tensors.values(), out, *options)
     else:

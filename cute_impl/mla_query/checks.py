@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cute_impl import runtime
+
 BYTES = (torch.uint8, torch.float8_e4m3fn)
 ALIGN_BYTES = 16
 
@@ -23,11 +25,12 @@ class Form:
         self.shape, self.dtypes, self.align, self.rows = shape, dtypes, align, rows
 
 
-def check_eps(eps: Any) -> None:
-    """ValueError unless it is a number from 0 on that fp32 holds."""
-    number = isinstance(eps, (int, float)) and not isinstance(eps, bool) and 0 <= eps <= torch.finfo(torch.float32).max
-    if not number or torch.tensor(eps, dtype=torch.float32).item() != eps:
-        raise ValueError(f"eps: got {eps!r}, allowed is a finite number from 0 on that fp32 holds exactly")
+def eps_number(eps: Any) -> float:
+    """eps as fp32 holds it. ValueError unless it is a number from 0 on."""
+    number = runtime.fp32_number("eps", eps)
+    if eps < 0:
+        raise ValueError(f"eps: got {eps!r}, allowed is a finite number from 0 on")
+    return number
 
 
 def check_flags(**flags: object) -> None:

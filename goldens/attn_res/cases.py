@@ -80,13 +80,26 @@ CASES = (
     # Seeds are ones that tell out_eps from the fp32 number above it; and eps from both its neighbours, a mean in two
     # roundings, and the unit's root from the nearest.
     make_case(0, 1, "halfway", write=0, seed=1, whole=True),
-    make_case(1, 1, "small", has_delta=False, write=0, final=True, aux=2, eps=(1e-5, 1e-6), seed=634),
+    make_case(1, 1, "small", has_delta=False, write=0, final=True, aux=2, eps=(1e-5, 1e-6), seed=634, direct=True),
     make_case(1, 1, "opposing-sources", direct=True),
     make_case(1, 2, "half-nan"),
-    make_case(1, 1, "zeros", slots=1, write=0, aux=1),
-    make_case(1, 1, "cancel", slots=3, final=True),
-    make_case(2, 1, rows=3, slots=2, capacity=2, write=2),
+    make_case(1, 1, "zeros", slots=1, write=0, aux=1, direct=True),
     make_case(8, 1, "dominant", write=3),
+    # Every scalar and every order at a turning point of a rounding, in each token: the quad form and the direct norm,
+    # final with a mailbox, and the other numbers of blocks.
+    make_case(8, 3, "ties", rows=9, has_delta=False, eps=(1e-5, 1e-6), direct=True, seed=2),
+    make_case(5, 3, "ties", rows=7, slots=2, capacity=6, write=3, final=True, aux=1, seed=1, direct=True),
+    make_case(0, 2, "ties", has_delta=False, final=True, seed=2, direct=True),
+    make_case(3, 1, "nearly-opposing", rows=5, has_delta=False, direct=True, seed=1),
+    make_case(4, 1, "nearly-opposing", rows=6, has_delta=False, final=True, eps=(1e-5, 1e-6), seed=16, direct=True),
+    make_case(6, 1, "nearly-opposing", rows=8, has_delta=False, eps=(1e-5, 1e-6), seed=4),
+    make_case(7, 1, "ties", rows=9, final=True, direct=True),
+    # A delta that replaces the prefix, of any bits in three slots and with a NaN: converted, not copied.
+    make_case(1, 1, "half-nan", slots=3, capacity=2, has_delta=False, direct=True),
+    make_case(0, 1, "nan", has_delta=False, direct=True),
+    # Weights on both sides of 2^-126, and scores that a floor in place of −inf would reach.
+    make_case(2, 2, "edge-of-flush", has_delta=False),
+    make_case(2, 1, "far-below", has_delta=False),
     # On demand: the parameters pairwise, every recipe in both branches, and sizes.
     *(grid(i) for i in range(36)),
     *(make_case(1, 3, recipe, direct=True, committed=False) for recipe in RECIPES if recipe != "halfway"),

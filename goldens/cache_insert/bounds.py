@@ -75,4 +75,5 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
     if schedule not in ("model", *reference.SCHEDULES):
         raise ValueError(f"schedule: got {schedule!r}, a bound is derived for insert and model")
     untouched = torch.zeros(tensors["cache"].shape, dtype=torch.float64, device=tensors["cache"].device)
-    return {"cache": reference.write(untouched, tensors["slots"], rows_bound(tensors, params["eps"], schedule))}
+    rows = rows_bound(tensors, reference.eps_of(params), schedule)
+    return {"cache": reference.write(untouched, tensors["slots"], rows)}

@@ -49,10 +49,19 @@ CASES = (
     # Two seeds that between them notice each wrong order, rounding or root of the norm that is tried.
     *(make_case(1, "halfway", pages=1, page_size=1, seed=seed) for seed in (60, 447)),
     make_case(1, "faint-halfway", pages=1, page_size=1, seed=109),  # tells eps from the fp32 number above it
+    # Rows whose norm, an ULP up or down, moves a byte.
+    make_case(12, "edge", pages=3, page_size=5),
+    make_case(2, "sevenths", pages=1, page_size=2),
+    make_case(3, "specials", "page", pages=1, page_size=3),
+    make_case(3, "padded", "page", pages=1, page_size=3),
+    make_case(1, "scale-negative", pages=1, page_size=1),
     # What the slots may be.
     make_case(3, "normal", "page", pages=2, page_size=3),
     make_case(8, "normal", "beyond", pages=1, page_size=2),
     make_case(2, "normal", "none", pages=1, page_size=1),
+    make_case(16, "normal", "mixed", pages=4, page_size=4),
+    make_case(4, "normal", pages=7, page_size=1),
+    make_case(33, "normal", pages=5, page_size=8),
     # On demand: every recipe and pattern in a larger cache.
     *(make_case(16, values, pages=5, page_size=16, committed=False) for values in RECIPES),
     *(

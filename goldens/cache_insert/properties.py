@@ -51,4 +51,22 @@ def rows(*names: str, takes: Callable[[Case, int], bool] = lambda case, count: T
     return of_rows
 
 
-PROPERTIES = (rows("kv", "k_pe"), strides("kv", "k_pe"))
+def places(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
+    """The same rows at other places of the cache: its rows in reverse order, and all of them in one page."""
+    cache, slots = inputs["cache"], inputs["slots"]
+    total = cache.shape[0] * cache.shape[1]
+    row = torch.arange(total, device=cache.device)
+    place, mirrored = ((x // cache.shape[1], x % cache.shape[1]) for x in (row, row.flip(0)))
+    inside = (slots >= 0) & (slots < total)
+    back = {
+        "cache": cache.flatten(0, 1).flip(0).view(cache.shape),
+        "slots": torch.where(inside, total - 1 - slots, slots),
+    }
+    paged = {"cache": cache.reshape(1, total, -1)}
+    return [
+        Variant("cache reversed", inputs | back, params, (Part("output"), Part("cache", mirrored, place))),
+        Variant("one page", inputs | paged, params, (Part("output"), Part("cache", (0,), place))),
+    ]
+
+
+PROPERTIES = (rows("kv", "k_pe"), places, strides("kv", "k_pe"))

@@ -75,14 +75,27 @@ def choice(label: str, shape: tuple[int, ...], values: Tensor) -> Tensor:
     return values[draw.integers(f"{label}/choice", shape, 0, len(values))] * signs(f"{label}/sign", shape)
 
 
-def _chosen(values: Tensor, scale: float) -> Values:
-    """Rows whose scaled values are all of ``values``, exactly: latents of length 1 times a weight, and k_pe."""
+def sevenths() -> Tensor:
+    """fp32 [378]: seven times what lies halfway between two e4m3, and the bf16 below and above it.
+
+    For the scale ``SEVENTH`` times a power of two: fp32(1/7) is too large by 4.5e-8 of it, so that the product is
+    halfway only once it is rounded, and a quotient by the reciprocal or another number of bits goes to the other side.
+    """
+    codes = torch.arange(0, 0x7F, dtype=torch.uint8).view(E4M3.dtype).to(torch.float32)
+    times_seven = to_bf16((codes[:-1] + codes[1:]) * 3.5).view(torch.int16)
+    return torch.cat([(times_seven + step).view(torch.bfloat16).to(torch.float32) for step in (-1, 0, 1)])
+
+
+SEVENTH = float.fromhex("0x1.24924ap-3")  # fp32 nearest to 1/7
+
+
+def _chosen(values: Tensor) -> Values:
+    """Rows whose values before the scale are all of ``values``, exactly: latents of length 1 times a weight, k_pe."""
 
     def make(label: str, rows: int) -> Tensors:
         x = _unit(label, rows)
-        w = values / torch.tensor(scale)
-        x["k_pe"] = to_bf16(choice(f"{label}/k_pe", (rows, ROPE), w))
-        x["w_kva"] = to_bf16(w[torch.arange(LATENT) % len(values)])
+        x["k_pe"] = to_bf16(choice(f"{label}/k_pe", (rows, ROPE), values))
+        x["w_kva"] = to_bf16(values[torch.arange(LATENT) % len(values)])
         return x
 
     return make
@@ -121,6 +134,21 @@ def _bits(label: str, rows: int) -> Tensors:
     }
 
 
+# bf16: ±0, the smallest, the largest subnormal and normal, the smallest normal; inf; quiet and signalling NaNs.
+_SPECIAL_BITS = (0x0000, 0x0001, 0x007F, 0x0080, 0x7F7F, 0x7F80, 0x7FC0, 0x7F81, 0x7FFF, 0x7FBF)
+
+
+def _specials(label: str, rows: int) -> Tensors:
+    """k_pe of the ends of bf16 of either sign; of the latents one row has one NaN, one an infinity, in turn."""
+    x = _normal(label, rows)
+    x["kv"][1::3, 300] = torch.nan
+    x["kv"][2::3, 511] = -torch.inf
+    bits = torch.tensor([sign | code for code in _SPECIAL_BITS for sign in (0, 0x8000)])
+    return x | {
+        "k_pe": bits[torch.arange(rows * ROPE) % len(bits)].to(torch.int16).view(torch.bfloat16).view(rows, ROPE)
+    }
+
+
 def halfway(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """bf16 weights [n] in [1, 2) for x [B, n] bf16, with which normed elements come close to the middle of two bf16.
 
@@ -143,6 +171,58 @@ def halfway(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return to_bf16((chosen + 128).to(torch.float32) * 2.0**-7), best >> 7, middle[chosen, column] * power
 
 
+def edges(x: Tensor, eps: float, most: int) -> tuple[Tensor, Tensor]:
+    """bf16 weights [n] in [1, 2) for x [B, n] bf16, and for each row columns [B, most] in which normed elements come
+    close to the middle of two bf16, each by a product of its own.
+
+    Only middles of 135.5 + 16 i in ULPs of bf16: with a scale of 257/256 times a power of two, the two beside them go
+    to two e4m3. Near a row's closest ones some are a rounding above and some below the middle, if the row is chosen
+    well."""
+    wide = x.to(torch.float64)
+    square = (wide * wide).unbind(1)
+    mean = sum(square[1:], square[0]) / torch.tensor(float(x.shape[1]), dtype=torch.float64)
+    factors = 1.0 / torch.sqrt(mean + torch.tensor(eps, dtype=torch.float64))
+    mantissa = torch.arange(128, 256)
+    products = (mantissa[:, None] * mantissa).to(torch.float64) * 2.0**-14
+    own = (x.view(torch.int16).to(torch.int64) & 127).tolist()
+    weights, columns, free = [1.0 + i * 37 % 128 / 128 for i in range(x.shape[1])], [], set(range(x.shape[1]))
+    for row, factor in enumerate(factors):
+        in_ulps = torch.frexp(products * factor).mantissa * 256.0
+        middle = torch.floor(in_ulps) + 0.5
+        off = ((in_ulps - middle).abs() * 2.0**40).to(torch.int64)
+        off = torch.where((middle - 135.5) % 16.0 == 0, off, 1 << 40)
+        chosen: list[int] = []
+        for pair in off.flatten().argsort(stable=True).tolist():
+            mine, weight = divmod(pair, 128)
+            column = next((i for i in sorted(free) if own[row][i] == mine), None)
+            if column is not None:
+                weights[column] = 1.0 + weight / 128
+                free.remove(column)
+                chosen.append(column)
+            if len(chosen) == most:
+                break
+        columns.append(chosen)
+    return to_bf16(torch.tensor(weights)), torch.tensor(columns)
+
+
+# Rows whose norm, an ULP up or down, moves one of their bytes, and in whose sums each order of additions tried gives
+# another norm in some row: found by trying. Their squares need more bits than fp32 has, so that each addition rounds.
+EDGE_ROWS = (
+    *(35605, 23225, 95025, 70505, 1306, 85375, 89484, 17340),
+    *(89898, 3609, 14063, 31792, 82618, 46435, 69327, 23631),
+)
+
+
+def edge_rows(kernel: str, rows: tuple[int, ...], width: int) -> Tensor:
+    """bf16 [B, width] of these numbers."""
+    return torch.stack([draw.wide_bf16(f"{kernel}/edge/{row}", (width,), -9, 2) for row in rows])
+
+
+def _edge(label: str, rows: int) -> Tensors:
+    kv = edge_rows("cache_insert", EDGE_ROWS[:rows], LATENT)
+    return _normal(label, rows) | {"kv": kv, "w_kva": edges(kv, EPS, 24)[0]}
+
+
 def _halfway(latent: float = 1.0) -> Values:
     """The closest element's middle, scaled, is 17, the middle of two e4m3: an ULP of its row's norm decides a byte."""
 
@@ -160,10 +240,12 @@ RECIPES: dict[str, Recipe] = {
     "normal": Recipe(_normal, 20.0),
     "padded": Recipe(_padded, 3.0),
     "unit": Recipe(_unit, 0.5, eps=0.0),
-    "ties": Recipe(_chosen(e4m3_ties(), 0.25), 0.25, eps=0.0),
-    "saturating": Recipe(_chosen(_SATURATING, 8.0), 8.0, eps=0.0),
+    "ties": Recipe(_chosen(e4m3_ties() / torch.tensor(0.25)), 0.25, eps=0.0),
+    "saturating": Recipe(_chosen(_SATURATING / torch.tensor(8.0)), 8.0, eps=0.0),
     "subnormal": Recipe(_scaled(), 0.006),
     "zeros": Recipe(_zeros, 7.0),
+    "specials": Recipe(_specials, 2.3),
+    "scale-negative": Recipe(_normal, -5.5),
     "scale-zero": Recipe(_normal, 0.0),
     "scale-tiny": Recipe(_scaled(weight=2.0**120, rope=2.0**120), 2.0**-127 * 1.5),
     "scale-huge": Recipe(_scaled(weight=2.0**-124, rope=2.0**-128), 3.0e38),
@@ -171,6 +253,8 @@ RECIPES: dict[str, Recipe] = {
     "underflow": Recipe(_scaled(latent=2.0**-72), 40.0, eps=0.0),
     "bits": Recipe(_bits, 1.1),
     "halfway": Recipe(_halfway(), 1.0),
+    "edge": Recipe(_edge, 16.0625),
+    "sevenths": Recipe(_chosen(sevenths()), SEVENTH, eps=0.0),
     "faint-halfway": Recipe(_halfway(2.0**-10), 1.0),  # mean squares of about eps
 }
 
@@ -191,6 +275,10 @@ def _slots(pattern: str, label: str, rows: int, pages: int, page_size: int) -> l
     if pattern == "beyond":  # none of them in the cache
         far = [total, -(1 << 63), (1 << 63) - 1, -2, 1 << 32, -total, (1 << 31) - 1, total + 1]
         return (far + [-1] * rows)[:rows]
+    if pattern == "mixed":  # rows outside the cache between those inside; 2^32 + 1 has the low bits of a row inside
+        outside = [total, (1 << 32) + 1, -2, -total, (1 << 63) - 1, -(1 << 63), total + 1, (1 << 32) + total]
+        inside = [total - 1, 0, *range(2, total - 1)]
+        return [(inside if row % 2 else outside)[row // 2] for row in range(rows)]
     raise ValueError(f"pattern: got {pattern!r}, there is no such pattern of slots")
 
 

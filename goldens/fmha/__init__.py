@@ -3,7 +3,7 @@
 import torch
 
 from goldens.case import Case, Kernel, Output
-from goldens.fmha.bounds import bound
+from goldens.fmha.bounds import FLASH, bound
 from goldens.fmha.cases import CASES, WGMMA, make_case
 from goldens.fmha.properties import PROPERTIES
 from goldens.fmha.recipes import RECIPES, inputs
@@ -33,4 +33,4 @@ OUTPUTS = {
     "o": Output(torch.bfloat16, ("head", "row", "channel")),
     "lse": Output(torch.float32, ("head", "row")),
 }
-KERNEL = Kernel("fmha", reference, CASES, inputs, bound, lambda params: OUTPUTS, PROPERTIES, locate)
+KERNEL = Kernel("fmha", reference, CASES, inputs, bound, lambda params: OUTPUTS, PROPERTIES, locate, (FLASH,))

@@ -14,6 +14,10 @@ _UNIT = 2.0**-24  # u: half an ULP of 1 in fp32
 _TINY = 2.0**-126
 _FUSED_SUM = 10.5  # see below
 _BF16_OVER_FP32 = 2.0**16
+_ROWS = 8
+_LEAST_TILE = 64
+_EXP2 = 2.0**11  # 2^-13 in units of u
+FLASH = "flash"  # no schedule: what kernels that claim none may do
 
 
 # Roundings, in units u = 2^-24 of fp32, by where they enter. With M the row's maximum, R = M − s the distance of a
@@ -28,9 +32,16 @@ _BF16_OVER_FP32 = 2.0**16
 # so, with E = score·A + range·R + weight,
 #   |error of o| ≤ u · [Σ w|v|(E + value) + |o| Σ w(E + total) + last·|o|],
 # In wgmma a fused sum cuts its 17 terms at 2^-25 of the largest one's power of two, and their sum at 2^-23: at most
-# 17/2 + 2 = 10.5 u of Σ|terms|. The weights that multiply V, not those that are summed, are rounded to bf16: by half an
-# ULP of its 8 bits, 2^-8 = 2^16 u. Its range R counts c, the FMA, and in α a difference and a product; in lse, lg2 errs
-# by 2^-22 of the larger of 1 and itself.
+# 17/2 + 2 = 10.5 u of Σ|terms|. The weights that multiply V, not those that are summed, are rounded to bf16 (rounded):
+# by half an ULP of its 8 bits, 2^-8 = 2^16 u; a row's largest, if it is that by more than scores err, is 1 and rounded
+# by nothing. Its range R counts c, the FMA, and in α a difference and a product; in lse, lg2 errs by 2^-22 of the
+# larger of 1 and itself.
+# A kernel that claims no schedule may do what these do and public kernels too (flash): tiles of 64 keys or more; exp2
+# of the weights by a polynomial of relative error 2^-13 (FlashAttention-4's cubic: 2^-13.4), of the rescalings as
+# above; rescaling only when the maximum has grown by much, so that beyond one tile the largest weight need not be 1;
+# and the row sum of the weights as they are rounded for the product with V. With δ for those roundings, |δ| ≤ 2^-8, o
+# errs by Σ w·δ·v where the weights are summed before it, and by Σ w·δ·(v − o) where they are summed after it: at most
+# 2^-8 of the larger of Σ w|v| and Σ w|v − o|. lse errs by 2^-8 · Σ w then.
 # All this plus what underflow may drop: 2^-126 for each exponential, times the channel's largest |v|, and 2^-150 for
 # each operation on subnormals, at most 2 a key and 4 a row. A factor 1.01 pays for products of errors.
 
@@ -67,12 +78,26 @@ def _roundings(d: int, n: int, schedule: str) -> dict[str, float]:
             "shift": 1,
             "range": 4,
             "weight": 4.0 * tiles,
-            "value": _BF16_OVER_FP32 + _FUSED_SUM * tiles * bc / 16 + tiles,
+            "value": _FUSED_SUM * tiles * bc / 16 + tiles,
+            "rounded": _BF16_OVER_FP32,
             "total": bc / 4 + tiles + 2,
             "last": 3,
             "log": 4,
         }
-    raise ValueError(f"schedule: got {schedule!r}, a bound is derived for k2, wgmma and model")
+    if schedule == FLASH:
+        tiles = -(-n // 64)
+        return {
+            "score": _FUSED_SUM * d / 16,
+            "shift": 1,
+            "range": 4,
+            "weight": _EXP2 + 4.0 * tiles,
+            "value": _FUSED_SUM * n / 16 + tiles,
+            "rounded": _BF16_OVER_FP32,
+            "total": n + tiles,
+            "last": 3,
+            "log": 4,
+        }
+    raise ValueError(f"schedule: got {schedule!r}, a bound is derived for k2, wgmma, {FLASH} and model")
 
 
 def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: str) -> Tensors:
@@ -105,6 +130,10 @@ def _bound(tensors: Tensors, params: Mapping[str, Any], schedule: str) -> Tensor
     o = w @ v
     sums = (w * (relative + c["total"])).sum(-1, keepdim=True)
     errors = (w * (relative + c["value"])) @ v.abs() + o.abs() * sums + c["last"] * o.abs()
+    one = _certainly_one(s, relative) & (schedule != FLASH or k.shape[1] <= _LEAST_TILE)
+    rounded = torch.where(one, 0.0, w) * c.get("rounded", 0.0)
+    of_product = rounded @ v.abs()
+    errors = errors + (torch.maximum(of_product, _deviation(rounded, v, o)) if schedule == FLASH else of_product)
     dropped = _TINY * 2 * k.shape[1] * v.abs().amax(1, keepdim=True) if k.shape[1] else 0.0
     dropped = dropped + (2 * k.shape[1] + 4) * 2.0**-150
     result = {"o": torch.where(left_out.o, torch.inf, 1.01 * _UNIT * errors + dropped)}
@@ -113,7 +142,22 @@ def _bound(tensors: Tensors, params: Mapping[str, Any], schedule: str) -> Tensor
         score = (c["score"] * w * a).sum(-1, keepdim=True) + c["score"] * largest_a
         logarithm = c["log"] * (1 + lse.abs() + largest.abs())
         parts = sums + score + logarithm + 3 * lse.abs() + 2 * largest.abs()
+        parts = parts + (rounded.sum(-1, keepdim=True) if schedule == FLASH else 0.0)
         parts = torch.where(empty, 1.0, parts)  # −inf, whose class is all that counts
         limit = torch.where(left_out.rows, torch.inf, 1.01 * _UNIT * parts)
         result["lse"] = limit[..., 0]
     return result
+
+
+def _certainly_one(s: Tensor, relative: Tensor) -> Tensor:
+    """Which of scores [heads, rows, keys] is a row's largest, whatever they err by: ``relative``, in units u."""
+    if s.shape[-1] < 2:
+        return torch.ones_like(s, dtype=torch.bool)
+    first, second = s.topk(2, dim=-1).values.split(1, -1)
+    return (s == first) & (first - second > 4 * _UNIT * relative.amax(-1, keepdim=True))
+
+
+def _deviation(w: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    """Σ w|v − o| over the keys, [heads, rows, d]; a few rows at a time, since each needs all keys' values."""
+    pairs = zip(w.split(_ROWS, 1), o.split(_ROWS, 1), strict=True)
+    return torch.cat([(w_[:, :, None] @ (v[:, None] - o_[:, :, None]).abs())[:, :, 0] for w_, o_ in pairs], 1)

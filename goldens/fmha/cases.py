@@ -56,7 +56,7 @@ def make_case(
 
 WGMMA = ("wgmma128", "wgmma176")
 _HOSTILE = ("wide", "cancel", "ties", "subnormal", "zeros", "overflow", "constant", "halfway", "inf", "bits")
-_RAGGED = ("wide", "cancel", "subnormal", "zeros", "overflow", "constant", "halfway", "inf", "nan", "bits", "negative")
+_RAGGED = ("wide", "cancel", "zeros", "overflow", "constant", "nan", "bits", "negative")
 _PACKED = ((5, 9), (1, 1), (0, 4), (7, 0), (13, 46))
 # Rows 64 … of a sequence start to visit a tile of 128 keys, or of 176, one key later, or have been for one key. Rows
 # 0 … 63 of one see no key.
@@ -92,6 +92,17 @@ CASES = (
     make_case(64, False, (4, 144), "dominant", schedules=WGMMA[:1]),
     make_case(64, True, (6, 33), "normal", heads=(4, 2), scale=0.3, schedules=WGMMA[:1], whole=True),
     make_case(64, False, (33, 40), "nan", schedules=WGMMA[:1]),
+    # Three tiles of either width, grouped heads of two batches, infinities beyond the mask.
+    make_case(64, False, (5, 400), "normal", batch=2, heads=(6, 3), schedules=WGMMA),
+    make_case(64, True, (70, 134), "inf", schedules=WGMMA),
+    make_case(64, False, (3, 400), "ties", schedules=WGMMA),
+    make_case(64, True, (9, 400), "halfway", schedules=WGMMA),
+    make_case(64, True, (9, 400), "subnormal", schedules=WGMMA),
+    # Scores that no finite mask is below.
+    make_case(64, True, (66, 190), "far", schedules=WGMMA),
+    make_case(64, True, 64, "far"),
+    make_case(64, True, 64, "overflow"),
+    make_case(64, True, 192, "subnormal"),
     # Weights' sums near 1 and lse below it, where lg2 is cut; a scale that times fp32(log2 e) is not c.
     make_case(64, False, (2, 3), "normal", scale=0.9, seed=7, schedules=WGMMA[:1]),
     # A neighbour full of NaN, a sequence without keys, one without queries, one of a single row.

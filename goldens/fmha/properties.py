@@ -60,6 +60,35 @@ def packed(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
     return variants
 
 
+def causality(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
+    """Rows that do not see the last key, with another one in its place; and all but the last query changed.
+
+    Not where that key or its value is no number: a schedule that visits it may be NaN.
+    """
+    rows, keys = inputs["q"].shape[1], inputs["k"].shape[1]
+    if "cu_seqlens_q" in inputs or not params.get("causal", False) or rows < 2:
+        return []
+    if not all(inputs[name][:, -1].isfinite().all() for name in ("k", "v")):
+        return []
+
+    def changed(name: str, where: slice) -> Tensor:
+        x = inputs[name].clone()
+        x[:, where] = 1.0
+        return x
+
+    last = {name: changed(name, slice(keys - 1, keys)) for name in ("k", "v")}
+    before, final = (slice(None), slice(rows - 1)), (slice(None), slice(rows - 1, rows))
+
+    def parts(at: tuple[slice, slice]) -> tuple[Part, ...]:
+        return tuple(Part(name, at, at) for name in ("o", "lse"))
+
+    queries = inputs | {"q": changed("q", slice(rows - 1))}
+    return [
+        Variant("another last key", inputs | last, params, parts(before)),
+        Variant("other queries before the last", queries, params, parts(final)),
+    ]
+
+
 def row_strides(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
     """Rows further apart; and tokens before heads, [N, B · H, d] in memory."""
     names = ("q", "k", "v")
@@ -68,4 +97,4 @@ def row_strides(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
     return [*variants, Variant("tokens before heads", inputs | tokens_first, params, may_refuse=True)]
 
 
-PROPERTIES = (heads, packed, row_strides)
+PROPERTIES = (heads, packed, causality, row_strides)

@@ -70,6 +70,13 @@ def _negative(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
     return near | {"v": x["v"]}
 
 
+def _far(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """All scores below -10^5 at the default scale: whatever finite number stands for a mask's -inf outweighs them."""
+    x = _normal(label, q, kv)
+    far = {n: to_bf16(x[n].to(torch.float32) * 0.5 + (128.0 if n == "q" else -160.0)) for n in ("q", "k")}
+    return far | {"v": x["v"]}
+
+
 def _dominant(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
     """One key in the second half of each sequence outweighs the others by about e^80."""
     x = _normal(label, q, kv)
@@ -216,6 +223,7 @@ RECIPES: dict[str, Recipe] = {
     "zeros": _zeros,
     "overflow": _overflow,
     "negative": _negative,
+    "far": _far,
     "dominant": _dominant,
     "constant": _constant,
     "halfway": _halfway,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 _LARGE = 2.0**127  # half of fp32's range: what stays below overflows in no order
+_STEEP = 2.0**23  # see below
 _LOG2_E = 1.4426950408889634
 _FIRST_TILE = 64  # keys of k2, which alone does not guard against a tile of nothing but −inf
 _CERTAIN = 120 / _LOG2_E  # a weight above 2^-120 is flushed nowhere
@@ -23,6 +24,9 @@ class Undecided(NamedTuple):
 # score is undecided. One that sees NaN is NaN in any order. One that sees +inf is NaN in our schedules (inf − inf) and
 # a limit elsewhere (torch's log-sum-exp is +inf): undecided. So is one whose first tile has no score but −inf: NaN
 # where −inf − −inf is not guarded against (k2), else as if those keys were not there.
+# Where the maximum is scaled and rounded before it is subtracted, the largest weight is 2 to the power of that
+# rounding, at most 2^-24 of the scaled score: below 2^23 a factor of √2, for which 2^127 leaves room; from 2^31 on it
+# overflows or vanishes. A row that sees a score whose terms reach 2^23 is undecided.
 #
 # A tile's masked keys have weight 0, and 0 · NaN and 0 · inf are NaN: who visits the key gives NaN, who does not gives
 # what the oracle gives. So a row's channel is undecided where a masked value is no number. A visible NaN makes NaN
@@ -40,7 +44,10 @@ def undecided(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Un
     numbers_q, numbers_k, numbers_v = (torch.where(x.isfinite(), x.abs(), 0.0) for x in (q, k, v))
     sums = torch.where(keep, numbers_q @ numbers_k.transpose(1, 2), 0.0)
     overflows = sums * max(1.0, scale * _LOG2_E) >= _LARGE
-    s = torch.where(keep, q @ k.transpose(1, 2) * scale, -torch.inf)
+    overflows = overflows | (sums * (scale * _LOG2_E) >= _STEEP)
+    scores = q @ k.transpose(1, 2) * scale
+    s = torch.where(keep, scores, -torch.inf)
+    overflows = overflows | (~keep & ~scores.isfinite())
     nothing = keep.any(-1)[:, None] & (s[..., :_FIRST_TILE] == -torch.inf).all(-1, keepdim=True)
     of_rows = (overflows | (s == torch.inf)).any(-1, keepdim=True) & ~s.isnan().any(-1, keepdim=True) | nothing
 

@@ -10,15 +10,29 @@ from torch import Tensor
 from goldens.case import Tensors
 from goldens.kda.undecided import undecided
 from reference import kda as reference
+from reference.numerics.formats import to_bf16
 
 D, CHUNK = reference.D, reference.CHUNK
 
-# One step maps a row s of S to s·diag(decay)·(I − b k̂ k̂ᵀ) + …, and b ≤ 1, |k̂| ≤ 1: in the 2-norm over K no error of a
-# row grows by more than the largest decay. So a row's error e (2-norm) becomes at most d·e + |what the step adds|, d
-# being the product of the tokens' largest decays; an output errs by what its own sums add, and by |scale q̂|·d·e.
-# What a step adds is bounded element by element from the oracle's values, each kept apart from its error. The
-# schedule's own S differs from the oracle's by up to e: Σ|S|·w over K becomes Σ|S|·w + e·|w|, w's 2-norm.
-# Roundings are U = 2^-24 (fp32) and B = 2^-8 (bf16), half an ULP of 1, plus 2^-149 or 2^-134 below the normal ranges.
+# Errors of a state are kept twice: element by element (E [V, K]) and as the 2-norm e of each row of V over K.
+# A step, or a chunk of them, takes a row s to s·M + …, M [K, K] known from the oracle; so E becomes at most E·|M|, and
+# in column k at most e times the 2-norm of M's column; the smaller holds. One step's M is diag(decay)·(I − b k̂ k̂ᵀ),
+# with b ≤ 1 and |k̂| ≤ 1: e grows by no more than the largest decay, d over several tokens. An output is s·w + …, w [K]
+# known too: it errs by Σ E·|w|, or e times w's 2-norm. Where nothing is written M is the decay alone, and E is no more
+# than the roundings of each element: that tells a state that is kept in bf16 or fp16. Where keys meet a state, E·|M|
+# grows from chunk to chunk, which e does not.
+# To this comes what the roundings of the step itself add, element by element from the oracle's values, each kept apart
+# from its error: the schedule's own S differs from the oracle's, and Σ|S|·w over K becomes Σ|S|·w and the least of
+# Σ E·w and e·|w|.
+# Rounding to bf16 costs nothing where the number has eight bits anyway: initial states in bf16, unit vectors without
+# decay, b = 1. (A decay makes other numbers of them in every way to cut the sequence into chunks.)
+# What is taken as legal: sums in fp32 in any order; states in fp32 between chunks; states, keys, queries and what is
+# made of them in bf16 as operands of a product. So the chunks' bound has Kᵉ in one part, where chunk16 has two, and in
+# U the roundings of T·diag(b)·V and of T·diag(b)·K⁺ each for itself ("alone", "apart"), as flash-linear-attention makes
+# them, on top of chunk16's of R. Kernels that cut after 32 or 64 tokens err by no more: tests/test_kda_bound.py holds
+# some. In these a decay from far back may be below the least number, where chunk16's state had decayed by then: "lost"
+# is that least number times the largest state so far. A state that is kept in less than fp32 is not legal, nor is a
+# gate: neither is an operand.
 # In units of U:
 #   norm: half of the sum's (model: a product, 7 halvings, eps; chunk16: 2, 5 + 1, eps), its root (rsqrt.approx: 3), a
 #         quotient or a product, and one with scale
@@ -66,30 +80,53 @@ def _activated(x: Mapping[str, Tensor], params: Mapping[str, Any], part: slice, 
     return _Activated(q * scale, k, v, gate, b, gate_error, 1.01 * _U * b_moved * b + _SMALLEST_NORMAL)
 
 
+class _Apart(NamedTuple):
+    """How far a state may be from the oracle's: each element [H, V, K], and each row's 2-norm [H, V]."""
+
+    each: Tensor
+    row: Tensor
+
+    def read(self, w: Tensor) -> Tensor:
+        """Its share in state · wᵀ [H, V, N], w [H, N, K]."""
+        return torch.minimum(self.each @ w.abs().mT, self.row[..., None] * torch.linalg.vector_norm(w, dim=-1)[:, None])
+
+    def moved(self, each: Tensor, columns: Tensor, decay: Tensor, own: Tensor) -> "_Apart":
+        """After state · M + what has the error ``own``: ``each`` is E·|M|, ``columns`` [H, K] has the norms of M's
+        columns, and no row gets longer than ``decay`` [H] times what it was."""
+        each = torch.minimum(each, self.row[..., None] * columns[:, None]) + own
+        row = decay[:, None] * self.row + torch.linalg.vector_norm(own, dim=-1)
+        return _Apart(each, torch.minimum(row, torch.linalg.vector_norm(each, dim=-1)))
+
+
+def _exactly(state: Tensor) -> _Apart:
+    """No error yet."""
+    return _Apart(torch.zeros_like(state), torch.zeros_like(state[..., 0]))
+
+
 def _model_bound(x: _Activated, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds on out [T, H, V] and on the rows of the last state [H, V], from the first state [H, V, K]."""
+    """Bounds on out [T, H, V] and on the last state, from the first state [H, V, K]."""
     norm = _NORM["model"]
-    error = torch.zeros(state.shape[:2], dtype=torch.float64)
+    apart = _exactly(state)
     out = torch.empty(x.v.shape, dtype=torch.float64)
     for t, decay in enumerate(x.gate.exp()):
-        k, q = x.k[t][:, None], x.q[t][:, None]
-        state = state * decay[:, None]
-        bar = state.abs() + error[..., None]
+        k, q, b = (y[t][:, None] for y in (x.k, x.q, x.b))
+        state, each = state * decay[:, None], apart.each * decay[:, None]
+        bar = state.abs() + each
         own = bar * (x.gate_error[t] + 3 * _U)[:, None]
         seen_error = (bar * k.abs()).sum(-1) * (norm + 8) * _U + (own * k.abs()).sum(-1)
-        rest, b = x.v[t] - (state * k).sum(-1), x.b[t][:, None]
-        u, bar_u = b * rest, b * (rest.abs() + error)
-        u_error = b * seen_error + bar_u * 3 * _U + x.b_error[t][:, None] * (rest.abs() + error + seen_error)
+        rest, far = x.v[t] - (state * k).sum(-1), apart.read(decay[:, None] * k)[..., 0]
+        u, bar_u = b * rest, b * (rest.abs() + far)
+        u_error = b * seen_error + bar_u * 3 * _U + x.b_error[t][:, None] * (rest.abs() + far + seen_error)
         state = state + u[..., None] * k
-        own = (
-            own
-            + (u_error[..., None] + bar_u[..., None] * (norm + 1) * _U) * k.abs()
-            + (state.abs() + error[..., None]) * _U
-        )
-        error = decay.amax(-1, keepdim=True) * error + torch.linalg.vector_norm(own + 4 * _LEAST, dim=-1)
-        length = torch.linalg.vector_norm(x.q[t], dim=-1, keepdim=True)
-        out[t] = length * error + ((state.abs() + error[..., None]) * q.abs()).sum(-1) * (norm + 10) * _U + D * _LEAST
-    return 1.01 * out, 1.01 * error
+        each = each + b[..., None] * (each * k.abs()).sum(-1, keepdim=True) * k.abs()  # E·|M|, and a little more
+        square = x.k[t] ** 2
+        columns = decay * (1 + square * (b * b * square.sum(-1, keepdim=True) - 2 * b)).clamp(min=0).sqrt()
+        own = own + (u_error[..., None] + bar_u[..., None] * (norm + 1) * _U) * k.abs() + 4 * _LEAST
+        own = own + (state.abs() + each) * _U
+        apart = apart.moved(each, columns, decay.amax(-1), own)
+        own = ((state.abs() + apart.each) * q.abs()).sum(-1) * (norm + 10) * _U + D * _LEAST
+        out[t] = apart.read(q)[..., 0] + own
+    return 1.01 * out, 1.01 * apart.each
 
 
 def _product(a: Tensor, a_error: Tensor, b: Tensor, b_error: Tensor, instructions: int) -> Tensor:
@@ -99,16 +136,27 @@ def _product(a: Tensor, a_error: Tensor, b: Tensor, b_error: Tensor, instruction
     return moved + 1.01 * _U * _MMA * instructions * (a_all @ b_all) + a.shape[-1] * _LEAST
 
 
-def _state_product(state: Tensor, far: Tensor, b: Tensor, b_error: Tensor, instructions: int) -> Tensor:
-    """|error| of bf16(S) · bᵀ: |S| [H, V, K] of the oracle, ``far`` [H, V, 1] from it, and |b| [H, N, K]."""
-    w = _B * b + (1.0 + _B) * (b_error + 1.01 * _U * _MMA * instructions * (b + b_error))
-    all_b = (b + b_error).sum(-1)[:, None] * _LEAST_BF16
-    return state @ w.transpose(-1, -2) + far * torch.linalg.vector_norm(w, dim=-1)[:, None] + all_b + D * _LEAST
+def _state_product(state: Tensor, apart: _Apart, b: Tensor, b_error: Tensor, instructions: int) -> Tensor:
+    """|error| of bf16(S) · bᵀ but for what S itself is off by: S [H, V, K] of the oracle, and |b| [H, N, K]."""
+    w = b_error + 1.01 * _U * _MMA * instructions * (b + b_error)
+    exact = _has_eight_bits(state, torch.zeros_like(state)) & (apart.each == 0)
+    rounded = torch.where(exact, 0.0, _B * state.abs() + _LEAST_BF16) @ (b + b_error).mT
+    return rounded + state.abs() @ (w * (1 + _B)).mT + apart.read(_B * b + (1 + _B) * w) + D * _LEAST
+
+
+def _has_eight_bits(x: Tensor, error: Tensor) -> Tensor:
+    """Where x is a bf16, but for ``error``."""
+    return (to_bf16(x.to(torch.float32)).to(torch.float64) - x).abs() <= error
 
 
 def _to_bf16(x: Tensor, error: Tensor) -> Tensor:
     """|error| after rounding to bf16 of |x| that has ``error``."""
     return error + _B * (x + error) + _LEAST_BF16
+
+
+def _operand(x: Tensor, error: Tensor, total: Tensor) -> Tensor:
+    """The same of a key or query: without decay, one of eight bits is rounded to these."""
+    return torch.where((total == 0) & _has_eight_bits(x, error), 2 * error, _to_bf16(x.abs(), error))
 
 
 def _to_two_parts(x: Tensor, error: Tensor) -> Tensor:
@@ -123,13 +171,13 @@ def _chunked(x: Tensor) -> Tensor:
 
 
 def _chunk16_bound(sequence: _Activated, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds on out [T, H, V] and on the rows of the last state [H, V], from the first state [H, V, K]."""
-    out, error, _ = _chunks_bound(sequence, state, torch.zeros(state.shape[:2], dtype=torch.float64))
-    return 1.01 * out, 1.01 * error
+    """Bounds on out [T, H, V] and on the last state, from the first state [H, V, K]."""
+    out, apart, _ = _chunks_bound(sequence, state, _exactly(state))
+    return 1.01 * out, 1.01 * apart.each
 
 
-def _chunks_bound(sequence: _Activated, state: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, not enlarged, from a first state whose rows have an error [H, V]; and the oracle's last state."""
+def _chunks_bound(sequence: _Activated, state: Tensor, apart: _Apart) -> tuple[Tensor, _Apart, Tensor]:
+    """The same, not enlarged, from a first state that is ``apart``; and the oracle's last state."""
     norm = _NORM["chunk16"] * _U
     x = _Activated(*(_chunked(y) for y in sequence))
     total = x.gate.cumsum(2)
@@ -137,12 +185,12 @@ def _chunks_bound(sequence: _Activated, state: Tensor, error: Tensor) -> tuple[T
     end, end_off = total[:, :, -1:], off[:, :, -1:]
     k_up, q_up, k_down, k_end = x.k * total.exp(), x.q * total.exp(), x.k * (-total).exp(), x.k * (end - total).exp()
     bars = [y.abs() for y in (k_up, q_up, k_down, k_end)]
-    errors = [_to_bf16(bar, bar * (norm + off) + _LEAST) for bar in bars[:2]]
+    errors = [_operand(y, y.abs() * (norm + off) + _LEAST, total) for y in (k_up, q_up)]
     errors.append(_to_two_parts(bars[2], bars[2] * (norm + off) + _LEAST))
-    errors.append(_to_two_parts(bars[3], bars[3] * (norm + off + end_off) + _LEAST * end.exp()))
+    errors.append(_operand(k_end, bars[3] * (norm + off + end_off) + _LEAST * end.exp(), end))
 
-    lower = (x.b[..., None] * (k_up @ k_down.transpose(-1, -2))).tril(-1)
-    bar = (k_up @ k_down.transpose(-1, -2)).abs()
+    lower = (x.b[..., None] * (k_up @ k_down.mT)).tril(-1)
+    bar = (k_up @ k_down.mT).abs()
     bar_error = _product(bars[0], errors[0], bars[2], errors[2], 16)
     lower_error = (x.b + x.b_error)[..., None] * bar_error + x.b_error[..., None] * bar + _LEAST
     lower_error = (lower_error + 18 * _U * (lower.abs() + lower_error)).tril(-1)
@@ -151,71 +199,74 @@ def _chunks_bound(sequence: _Activated, state: Tensor, error: Tensor) -> tuple[T
     moved = t.abs() @ lower_error  # X
     t_error = torch.linalg.solve_triangular(identity - moved, moved @ t.abs(), upper=False)
     t_error = _to_bf16(t.abs(), t_error).tril(-1)
-    p = (q_up @ k_down.transpose(-1, -2)).tril()
+    p = (q_up @ k_down.mT).tril()
     p_error = _to_bf16(p.abs(), _product(bars[1], errors[1], bars[2], errors[2], 16)).tril()
 
-    largest = x.gate.amax(-1).cumsum(2).exp()  # [chunks, H, 16]
-    b_k_up = x.b[..., None] * k_up
-    k_length, u_length, q_length = (torch.linalg.vector_norm(y, dim=-1) for y in (k_up, t @ b_k_up, x.q))
-    out = []
+    decay = x.gate.amax(-1).sum(2).exp()  # [chunks, H]
+    u_up = t @ (x.b[..., None] * k_up)  # U is T · R less S · this, out less S · w, the next state S · m and more
+    w = q_up - p @ u_up
+    m = torch.diag_embed(end[:, :, 0].exp()) - u_up.mT @ k_end
+    columns = torch.linalg.vector_norm(m, dim=-2)
+    apart_error = _operand(u_up, 2.0**-16 * u_up.abs(), total) - 2.0**-16 * u_up.abs()
+    out, most = [], state.abs()
     for c in range(len(total)):
-        far = error[..., None]
-        bar_s = state.abs()
-        rest = x.v[c].transpose(-1, -2) - state @ k_up[c].transpose(-1, -2)  # [H, V, 16]
+        most = torch.maximum(most, state.abs())
+        lost = _LEAST_BF16 * most.sum(-1, keepdim=True)
+        rest = x.v[c].mT - state @ k_up[c].mT  # [H, V, 16]
         b, b_error = x.b[c][:, None], x.b_error[c][:, None]
         r = b * rest
-        u = r @ t[c].transpose(-1, -2)
-        bar_rest, bar_u = rest.abs() + far * k_length[c][:, None], u.abs() + far * u_length[c][:, None]
-        rest_error = _state_product(bar_s, far, bars[0][c], errors[0][c], 9) + 2 * _U * bar_rest
+        u = r @ t[c].mT
+        bar_rest, bar_u = rest.abs() + apart.read(k_up[c]), u.abs() + apart.read(u_up[c])
+        rest_error = _state_product(state, apart, bars[0][c], errors[0][c], 9) + 2 * _U * bar_rest + lost
         bar_r = b * bar_rest
         r_error = (b + b_error) * rest_error + b_error * bar_rest
         r_error = _to_bf16(bar_r, r_error + 2 * _U * (bar_r + r_error) + _LEAST)
-        u_error = _to_bf16(bar_u, _product(bar_r, r_error, t[c].abs(), t_error[c], 1))
-        o_error = _state_product(bar_s, far, bars[1][c], errors[1][c], 9)
+        u_error = _product(bar_r, r_error, t[c].abs(), t_error[c], 1)
+        alone = (b * x.v[c].mT) @ t[c].mT
+        alone_error = torch.where(_has_eight_bits(alone, 2.0**-16 * alone.abs()), 0.0, _B * alone.abs())
+        u_error = u_error + alone_error + state.abs() @ apart_error[c].mT + apart.read(apart_error[c])
+        u_error = _to_bf16(bar_u, u_error)
+        o_error = _state_product(state, apart, bars[1][c], errors[1][c], 9) + lost
         o_error = o_error + _product(bar_u, u_error, p[c].abs(), p_error[c], 1)
-        out.append((o_error + far * (largest[c] * q_length[c])[:, None]).permute(2, 0, 1))
-        end_bars, end_errors = (y[3][c].transpose(-1, -2) for y in (bars, errors))
-        own = _product(bar_u, u_error, end_bars, end_errors, 2)
-        own = own + (bar_s + far) * (end[c].exp() * (end_off[c] + (2 * _MMA + 1) * _U)) + _LEAST
+        out.append((o_error + apart.read(w[c])).permute(2, 0, 1))
+        end_bars, end_errors = (y[3][c].mT for y in (bars, errors))
+        own = _product(bar_u, u_error, end_bars, end_errors, 2) + _LEAST * (1 + most)
+        own = own + (state.abs() + apart.each) * (end[c].exp() * (end_off[c] + (2 * _MMA + 1) * _U))
         state = state * end[c].exp() + u @ k_end[c]
-        error = largest[c][:, -1:] * error + torch.linalg.vector_norm(own, dim=-1)
+        apart = apart.moved(apart.each @ m[c].abs(), columns[c], decay[c], own)
     errors_out = torch.cat(out)[: len(sequence.v)] if out else sequence.v
-    return errors_out, error, state
+    return errors_out, apart, state
 
 
 def _scan_bound(sequence: _Activated, state: Tensor, segment: int) -> tuple[Tensor, Tensor]:
     """As ``_chunk16_bound``, for a scan over segments.
 
-    With errors (2-norms of rows over K) e of S, c of C and m of M, S · M + C errs by d · e, d being the segment's
-    product of largest decays, by Σ_k |S_k| m_k + e · |m|, by c, and by what 128 roundings of Σ|S_k||M_k| + |C| add.
-    S, M and C themselves are the oracle's.
+    With errors E of S, E_C and E_M, S · M + C errs by what E becomes, by (|S| + E) · E_M, by E_C, and by what 128
+    roundings of Σ|S||M| + |C| add. S, M and C themselves are the oracle's.
     """
-    first = torch.zeros(state.shape[:2], dtype=torch.float64)
+    first = _exactly(state)
     outs = []
     for begin in range(0, max(len(sequence.v), 1), segment):
         part = _Activated(*(x[begin : begin + segment] for x in sequence))
-        out, error, last = _chunks_bound(part, state, first)
+        out, apart, last = _chunks_bound(part, state, first)
         outs.append(out)
         if begin + segment < len(sequence.v):
-            first = _carried_error(part, state, first)
+            first = _carried(part, state, first)
             state = last
-    return 1.01 * torch.cat(outs), 1.01 * error
+    return 1.01 * torch.cat(outs), 1.01 * apart.each
 
 
-def _carried_error(part: _Activated, state: Tensor, error: Tensor) -> Tensor:
-    """Of the rows of S · M + C [H, V], from the oracle's S and its error."""
-    none = torch.zeros_like(error)
-    _, c_error, c = _chunks_bound(part, torch.zeros_like(state), none)
-    _, m_error, m = _chunks_bound(
-        part._replace(v=torch.zeros_like(part.v)), torch.eye(D).to(state).expand_as(state), none
-    )
-    c_error, m_error = 1.01 * c_error, 1.01 * m_error
-    decay = part.gate.amax(-1).sum(0).exp()[:, None]
-    m_all = torch.linalg.vector_norm(m, dim=-1) + m_error
-    products = (state.abs() @ m_all[..., None])[..., 0] + error * torch.linalg.vector_norm(m_all, dim=-1, keepdim=True)
-    rounded = D * _U * (products + torch.linalg.vector_norm(c, dim=-1) + c_error) + D * D * _LEAST
-    moved = (state.abs() @ m_error[..., None])[..., 0] + error * torch.linalg.vector_norm(m_error, dim=-1, keepdim=True)
-    return 1.01 * (decay * error + moved + c_error + rounded)
+def _carried(part: _Activated, state: Tensor, apart: _Apart) -> _Apart:
+    """How far S · M + C is apart, from the oracle's S and how far that is."""
+    nothing, unit = torch.zeros_like(state), torch.eye(D).to(state).expand_as(state)
+    _, c_apart, c = _chunks_bound(part, nothing, _exactly(state))
+    _, m_apart, m = _chunks_bound(part._replace(v=torch.zeros_like(part.v)), unit, _exactly(state))
+    bar = state.abs() + apart.each
+    m_all = m.abs() + 1.01 * m_apart.each
+    own = 1.01 * (bar @ m_apart.each + c_apart.each)
+    own = own + D * _U * (bar @ m_all + c.abs() + 1.01 * c_apart.each) + D * _LEAST
+    columns, decay = torch.linalg.vector_norm(m, dim=-2), part.gate.amax(-1).sum(0).exp()
+    return apart.moved(apart.each @ m.abs(), columns, decay, 1.01 * own)
 
 
 _BOUNDS: dict[str, Callable[[_Activated, Tensor], tuple[Tensor, Tensor]]] = {
@@ -232,13 +283,13 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
         raise ValueError(f"schedule: got {schedule!r}, a bound is derived for {', '.join(_BOUNDS)}")
     starts, heads = reference.offsets(tensors), tensors["q"].shape[2]
     states = tensors.get("initial_state", torch.zeros(len(starts) - 1, heads, D, D)).to(torch.float64)
-    out, rows = [], []
+    out, last = [], []
     for start, end, state in zip(starts, starts[1:], states, strict=False):
         made = _BOUNDS[schedule](_activated(tensors, params, slice(start, end), schedule), state)
         out.append(made[0])
-        rows.append(made[1])
+        last.append(made[1])
     result = {"out": torch.cat(out).view(tensors["v"].shape)}
     if params["final_state"] is not None:
-        result["final_state"] = torch.stack(rows)[..., None].expand(states.shape).contiguous()
+        result["final_state"] = torch.stack(last)
     left_out = undecided(tensors)
     return {name: torch.where(left_out[name], torch.inf, x) for name, x in result.items()}

@@ -52,9 +52,12 @@ _SCAN64, _SCAN416, _SCAN512 = ((f"chunk16_scan{segment}",) for segment in refere
 _ACCUMULATES = "what does not decay keeps every chunk's error: in the worst case more than there is to output"
 
 
+_NO_DECAY = ("repeated", "collinear", "bound-beside-none", "still", "probing", "settled")
+
+
 def _exact_only(values: str, tokens: int, lower_bound: float) -> str | None:
     """Why the model is no judge: the derived bound is beyond the outputs."""
-    lasting = abs(lower_bound) < 0.1 or values in ("repeated", "collinear", "bound-beside-none", "still")
+    lasting = abs(lower_bound) < 0.1 or values in _NO_DECAY
     return _ACCUMULATES if lasting and tokens > 2 * reference.CHUNK else None
 
 
@@ -100,6 +103,28 @@ CASES = (
     make_case(3, 1, "inf-state", state="fp32"),
     # Three segments of 64 tokens, the last of one, behind a short sequence and an empty one; a decay that leaves much.
     make_case(131, 1, "normal", "scan", state="bf16", lower_bound=-0.0625, schedules=_SCAN64),
+    # Lengths about a chunk and four of them, and such that their order is no involution, with states, and a decay that
+    # leaves much; a batch with states; one-token sequences behind others, without.
+    make_case(370, 1, "rows", "around-chunks", state="fp32", final="fp32", lower_bound=-0.0625),
+    make_case(60, 2, "rows", "cycle", state="bf16", final="bf16"),
+    make_case(17, 2, "rows", batch=3, state="fp32", final="fp32", lower_bound=-1.3),
+    make_case(21, 1, "normal", "ones"),
+    make_case(5, 1, "strange", "first-empty", state="bf16", final="bf16", lower_bound=-1.0),
+    # Gates of many heads, in the last bit of a state that only decays; decays and states that are next to nothing.
+    make_case(2, 16, "rows", state="fp32", final="fp32", lower_bound=-0.9),
+    make_case(18, 1, "fading", state="fp32", final="fp32"),
+    make_case(18, 1, "opposed", state="fp32"),
+    make_case(48, 1, "settled", state="fp32", final="fp32"),
+    # Seeds: T at a tie; the last bits of the norms and of eps, ties of K⁺ and Q⁺, in 64 tokens.
+    make_case(18, 1, "probing", state="bf16", seed=17),
+    *(make_case(4, 16, "faint", state="bf16", lower_bound=0.0, seed=seed) for seed in (59, 365)),
+    # For a candidate of no schedule: where its own roundings are small beside a fault's.
+    make_case(71, 1, "resting", "one-behind", state="fp32", final="fp32", lower_bound=-0.25),
+    make_case(16, 1, "balanced", state="fp32", final="fp32"),
+    # Segments: whole ones too, two long sequences, two heads; just beyond the longer ones.
+    make_case(195, 2, "asked", "around-64", state="fp32", final="fp32", lower_bound=-0.0625, schedules=_SCAN64),
+    make_case(420, 1, "asked", "beyond-416", state="bf16", final="bf16", lower_bound=-0.0078125, schedules=_SCAN416),
+    make_case(514, 1, "asked", "beyond-512", state="fp32", final="fp32", lower_bound=-0.0078125, schedules=_SCAN512),
     # On demand: every recipe over several chunks with states of either type.
     *(_large(100, 2, values, state="fp32", final="fp32", schedules=("chunk16", *_SCAN64)) for values in RECIPES),
     *(_large(77, 2, values, state="bf16", final="bf16", batch=2, lower_bound=-1.0) for values in RECIPES),

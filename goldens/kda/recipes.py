@@ -9,10 +9,11 @@ from torch import Tensor
 from goldens import inputs as draw
 from goldens.case import Case, Tensors
 from reference import kda as reference
+from reference.numerics import portable
 from reference.numerics.formats import to_bf16
 
 D, CHUNK = reference.D, reference.CHUNK
-
+ROWS = (3, 46, 77, 120)  # of V, in recipes whose states are 0 elsewhere
 
 Tokens = tuple[int, int, int]  # B, T, H
 Values = Callable[[str, Tokens], Tensors]  # label and tokens to everything but the state and the offsets
@@ -149,6 +150,93 @@ def _still(label: str, tokens: Tokens) -> Tensors:
     return x | {"g": _constant(x["g"], -torch.inf)}
 
 
+def _opposed(label: str, tokens: Tokens) -> Tensors:
+    """``cancel`` with values far below the halves of S · k̂ (``_opposed_state``), whose sum is next to nothing."""
+    return _cancel(label, tokens) | {"v": draw.normal_bf16(f"{label}/v", (*tokens, D))}
+
+
+def _in_rows(x: Tensor, axis: int) -> Tensor:
+    """0 but for ``ROWS`` of V: of the states, which are large, a golden's file then keeps these rows alone."""
+    shape = [D if i == axis % x.dim() else 1 for i in range(x.dim())]
+    chosen = (torch.arange(D)[:, None] == torch.tensor(ROWS)).any(1)
+    return torch.where(chosen.view(shape), x, 0.0)
+
+
+def _rows(label: str, tokens: Tokens) -> Tensors:
+    """Values in few rows of V, as in the first states."""
+    x = _normal(label, tokens)
+    return x | {"v": _in_rows(x["v"], -1)}
+
+
+def _asked(label: str, tokens: Tokens) -> Tensors:
+    """``rows``, and queries at every fourth token alone: of long sequences the others' outputs are 0, as they are."""
+    x = _rows(label, tokens)
+    return x | {"q": torch.where((torch.arange(tokens[1]) % 4 == 0)[:, None, None], x["q"], 0.0)}
+
+
+def _settled(label: str, tokens: Tokens) -> Tensors:
+    """``repeated`` with one value too, in ``rows``: after a few tokens v − S · k̂ is what roundings left."""
+    x = _repeated(label, tokens)
+    return x | {"v": _in_rows(x["v"][:, :1].expand_as(x["v"]), -1)}
+
+
+def _resting(label: str, tokens: Tokens) -> Tensors:
+    """``rows`` of a state that is read, as in ``reading``, and decays by ordinary gates, but is not written to: how it
+    is kept, and every gate, shows in its last bits."""
+    x = _rows(label, tokens)
+    return x | {"q": _reading(label, tokens)["q"], "beta": _constant(x["beta"], -200.0)}
+
+
+def _balanced(label: str, tokens: Tokens) -> Tensors:
+    """b 1, no decay, k̂ ±½ in four channels that are the token's own, and v what S · k̂ is in bf16: sums that are exact
+    in fp32 leave of v − S · k̂ what bf16 cannot hold. One sequence of at most 32 tokens."""
+    x = _reading(label, tokens)
+    sign = 1.0 - 2.0 * draw.integers(f"{label}/sign", (*tokens, D), 0, 2).to(torch.float32)
+    own = torch.arange(D) // 4 == torch.arange(tokens[1])[:, None, None]
+    state = _balanced_state(f"{label}/initial_state", (tokens[0], tokens[2], D, D))
+    quarters = torch.where(own, sign, 0.0)[..., None, :] * state[:, None]  # [B, T, H, V, K]
+    read = portable.total(quarters) * 0.5
+    return x | {
+        "k": to_bf16(torch.where(own, sign * 1024.0, 0.0)),
+        "v": to_bf16(read),
+        "beta": _constant(x["beta"], 200.0),
+    }
+
+
+def _strange(label: str, tokens: Tokens) -> Tensors:
+    """``rows`` of which one has a NaN in its values and one an infinity, amid sound keys."""
+    x = _rows(label, tokens)
+    x["v"][:, tokens[1] // 2, :, ROWS[1]], x["v"][:, tokens[1] // 2, :, ROWS[2]] = torch.nan, torch.inf
+    return x
+
+
+def _fading(label: str, tokens: Tokens) -> Tensors:
+    """Rows of very different size (``_fading_state``) under gates of ``bound-beside-none``; b is 0, so nothing is
+    written of values as large as 2^100."""
+    x = _bound_beside_none(label, tokens)
+    v = _by_size(x["v"].to(torch.float32), -1, (0.0, 2.0**-125, 1.0, 2.0**100))
+    return x | {"v": to_bf16(v), "beta": _constant(x["beta"], -200.0)}
+
+
+def _by_size(x: Tensor, axis: int, sizes: tuple[float, ...]) -> Tensor:
+    """``x`` in rows of V, times so much."""
+    size = torch.ones(D)
+    size[list(ROWS)] = torch.tensor(sizes)
+    return _in_rows(x * size.view([D if i == axis % x.dim() else 1 for i in range(x.dim())]), axis)
+
+
+def _probing(label: str, tokens: Tokens) -> Tensors:
+    """No decay, b ½ or 1, and queries and every other key are unit vectors: what they read has 16 bits at most, so a
+    good part of T, P, R, U and out are ties."""
+    x = _still(label, tokens)
+    unit = torch.zeros(*tokens, D)
+    channel = draw.integers(f"{label}/channel", tokens, 0, D)
+    unit.scatter_(-1, channel[..., None], 1024.0)
+    odd = (torch.arange(tokens[1]) % 2 == 1)[:, None, None]
+    beta = 200.0 * draw.integers(f"{label}/whole", tokens, 0, 2).to(torch.float32)
+    return x | {"q": to_bf16(unit), "k": torch.where(odd, to_bf16(unit), x["k"]), "beta": to_bf16(beta)}
+
+
 def _pairs() -> tuple[Tensor, Tensor]:
     """The channels in random pairs."""
     order = draw.words("kda/pairs", D).argsort()
@@ -165,6 +253,29 @@ def _paired_state(label: str, shape: tuple[int, ...]) -> Tensor:
 def _plain_state(label: str, shape: tuple[int, ...]) -> Tensor:
     """fp32, and larger from row to row: nothing about it is symmetric in V and K."""
     return draw.normal(label, shape) * (1.0 + torch.arange(D)[:, None] * 2.0**-5)
+
+
+def _state_in_rows(label: str, shape: tuple[int, ...]) -> Tensor:
+    return _in_rows(_plain_state(label, shape), -2)
+
+
+def _balanced_state(label: str, shape: tuple[int, ...]) -> Tensor:
+    return to_bf16(_state_in_rows(label, shape)).to(torch.float32)
+
+
+def _strange_state(label: str, shape: tuple[int, ...]) -> Tensor:
+    """``rows`` of any exponent, with zeros of both signs."""
+    x = draw.wide_bf16(label, shape, -127, 40).to(torch.float32)
+    x[..., ::3] *= 0.0
+    return _in_rows(x, -2)
+
+
+def _fading_state(label: str, shape: tuple[int, ...]) -> Tensor:
+    return _by_size(draw.normal(label, shape), -2, (2.0**100, 2.0**-125, 1.0, 0.0))
+
+
+def _opposed_state(label: str, shape: tuple[int, ...]) -> Tensor:
+    return _paired_state(label, shape) * 2.0**18
 
 
 def _inf_state(label: str, shape: tuple[int, ...]) -> Tensor:
@@ -200,6 +311,15 @@ RECIPES: dict[str, Recipe] = {
     "whispering": Recipe(_whispering),
     "cancel": Recipe(_cancel, _paired_state),
     "still": Recipe(_still),
+    "settled": Recipe(_settled, _state_in_rows),
+    "opposed": Recipe(_opposed, _opposed_state),
+    "rows": Recipe(_rows, _state_in_rows),
+    "asked": Recipe(_asked, _state_in_rows),
+    "resting": Recipe(_resting, _state_in_rows),
+    "balanced": Recipe(_balanced, _balanced_state),
+    "fading": Recipe(_fading, _fading_state),
+    "probing": Recipe(_probing),
+    "strange": Recipe(_strange, _strange_state),
     "nan": Recipe(_nan),
     "inf-state": Recipe(_normal, _inf_state),
 }
@@ -215,6 +335,13 @@ OFFSETS: dict[str, tuple[int, ...]] = {
     "mixed-i32": (0, 300, 300, 341, 853, 854, 1024),
     "scan": (0, 2, 2, 131),
     "two-of-70": (0, 70, 140),
+    "cycle": (0, 20, 25, 60),
+    "around-chunks": (0, 17, 146, 147, 147, 210, 226, 291, 355, 370),  # 17, 129, 1, 0, 63, 16, 65, 64, 15
+    "ones": (0, 3, 4, 20, 21),
+    "one-behind": (0, 70, 71),
+    "around-64": (0, 64, 130, 130, 195),
+    "beyond-416": (0, 3, 420),
+    "beyond-512": (0, 513, 514),
     "scan-i32": (0, 129, 129, 130, 322),
     "scan416-i32": (0, 416, 833, 833, 834, 1667, 1682),
     "six": (0, 1300, 1847, 3895, 4858, 5129, 8192),

@@ -47,7 +47,7 @@ def bound(tensors: Mapping[str, Tensor], params: Mapping[str, Any], schedule: st
     does not decide (``goldens.cache_insert.bounds``), which of a row's output it does on all or nothing."""
     if schedule not in _ROUNDINGS:
         raise ValueError(f"schedule: got {schedule!r}, a bound is derived for {', '.join(_ROUNDINGS)}")
-    c, heads, eps = _ROUNDINGS[schedule], params["heads"], params["eps"]
+    c, heads, eps = _ROUNDINGS[schedule], params["heads"], insert.reference.eps_of(params)
     qkv, w_qa, w_qb, w_uk, scale = (
         tensors[name].to(torch.float64) for name in ("qkv", "w_qa", "w_qb", "w_uk", "q_scale_inv")
     )

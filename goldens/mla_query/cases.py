@@ -52,6 +52,25 @@ CASES = (
     *(make_case(1, 1, "halfway", page_size=1, seed=seed) for seed in (10, 990, 3546)),
     make_case(1, 1, "underflow", page_size=1),
     make_case(1, 1, "scale-huge", page_size=1),
+    # The norm of five rows each, an ULP up or down.
+    make_case(1, 5, "edge", "crossing", pages=2),
+    make_case(1, 5, "edge-more", "none", page_size=1),
+    make_case(1, 2, "sevenths", "mixed", pages=2),
+    make_case(1, 2, "operands", "none", page_size=1),
+    make_case(1, 2, "faint", "page", page_size=2),
+    make_case(1, 2, "zeros", "crossing", pages=2, page_size=1),
+    make_case(1, 3, "bits", "page"),
+    *(make_case(1, 1, values, page_size=1) for values in ("saturating", "subnormal", "scale-tiny", "scale-zero")),
+    # Several heads: both sizes of cluster, the most rows that small takes, a row pitch. Where q or the latent is what
+    # the roundings leave, each head's and row's order of sums decides.
+    make_case(6, 2, "normal", "page", pages=2, width=2176),
+    make_case(6, 2, "wide", "none", page_size=1, width=2120),
+    make_case(6, 5, "cancel-latent", "mixed", pages=2, width=2176),
+    make_case(12, 1, "normal", "page", page_size=1),
+    make_case(12, 3, "cancel", "crossing", pages=2, width=2128),
+    # Many rows: each tile of tiled, and its last row; rows of NaN beside others in a tile.
+    make_case(1, 64, "cancel", "page", pages=2, page_size=40, width=2176),
+    make_case(1, 17, "padded", "page", pages=2, page_size=8),
     # On demand: every recipe with one head, every B of small, a row pitch.
     *(_large(1, 5, values) for values in RECIPES),
     *(_large(1, rows, width=2176) for rows in (1, 2, 3, 4, 6, 17, 64)),

@@ -117,6 +117,41 @@ def _halfway(label: str, heads: int, rows: int) -> Tensors:
     return {"query": x, "w_qa": w, **weights}
 
 
+# Rows as the insert's ``EDGE_ROWS``, in both schedules; five are what ``small`` takes.
+_EDGE_ROWS = ((238759, 61003, 114721, 34864, 29309), (299976, 218282, 31293, 55611, 252242))
+
+
+def _edge(numbers: tuple[int, ...]) -> Values:
+    """x̂ close to the middle of two bf16, on both of its sides, where q_scale_inv sends these to two e4m3."""
+
+    def make(label: str, heads: int, rows: int) -> Tensors:
+        query = insert.edge_rows("mla_query", numbers[:rows], QUERY)
+        w, columns = insert.edges(query, EPS, HEAD // rows)
+        taken = columns.flatten()[torch.arange(heads * HEAD) % columns.numel()]
+        return {"query": query, "w_qa": w, **_choosing(heads, taken)}
+
+    return make
+
+
+def _sevenths(label: str, heads: int, rows: int) -> Tensors:
+    """As ``_ties``, of ``insert.sevenths``."""
+    x, values = _ties(label, heads, rows), insert.sevenths()
+    return x | {"w_qa": to_bf16(values[torch.arange(QUERY) % len(values)])}
+
+
+def _operands(label: str, heads: int, rows: int) -> Tensors:
+    """As ``_cancel``; of each eight pairs one has a subnormal x̂ and another an x̂ of 0, with weights at bf16's end."""
+    x = _cancel(label, heads, rows)
+    first, second = _pairs(label, QUERY)
+    for name, part, power in (("w_qa", slice(0, None, 8), 2.0**-130), ("w_qb", slice(0, None, 8), 2.0**126)):
+        for columns in (first[part], second[part]):
+            x[name][..., columns] = to_bf16(x[name][..., columns].to(torch.float32) * power)
+    for columns in (first[1::8], second[1::8]):
+        x["w_qa"][columns] = 0.0
+        x["w_qb"][:, columns] = to_bf16(x["w_qb"][:, columns].to(torch.float32) * 2.0**126)
+    return x
+
+
 def _zeros(label: str, heads: int, rows: int) -> Tensors:
     """A row of zeros of both signs, then normal rows; zeros among the weights."""
     x = _normal(label, heads, rows)
@@ -155,6 +190,11 @@ RECIPES: dict[str, Recipe] = {
     "cancel": Recipe(_cancel, 2.0**24),
     "cancel-latent": Recipe(_cancel_latent, 2.0**25),
     "halfway": Recipe(_halfway, 100.0, "halfway"),
+    "edge": Recipe(_edge(_EDGE_ROWS[0]), 32.125, "specials"),
+    "edge-more": Recipe(_edge(_EDGE_ROWS[1]), 32.125, "edge"),
+    "sevenths": Recipe(_sevenths, insert.SEVENTH / 2, "sevenths", eps=0.0),
+    "operands": Recipe(_operands, 2.0**24),
+    "faint": Recipe(_scaled(x=2.0**-10), 30.0, "faint-halfway"),  # mean squares of about eps
     "zeros": Recipe(_zeros, 11.0, "zeros"),
     "scale-zero": Recipe(_normal, 0.0),
     "k-scale-zero": Recipe(_normal, 31.0, "scale-zero"),

@@ -3,8 +3,7 @@
 PyTorch's element-wise sums, differences, products and quotients round once each, on the CPU and on
 CUDA tensors, and calls are not contracted with each other; its square root does not (see ``sqrt_rn``).
 NaN payloads depend on the machine; what is stored goes through ``formats.canonical_nan`` or a
-conversion. Subnormals are kept; ``require_subnormals`` refuses a CPU that another library has switched
-to flush them.
+conversion. Subnormals are kept; ``require_subnormals`` refuses a CPU of which any thread that computes flushes them.
 
 The fused multiply-add: the product of two fp32 is exact in fp64; the fp64 sum with c is rounded to
 odd (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using
@@ -18,19 +17,27 @@ from torch import Tensor
 CPU_BLOCK_ELEMS = 1 << 16  # a block's temporaries stay in the L2 cache
 CUDA_BLOCK_ELEMS = 1 << 25
 
-_SMALLEST_NORMAL = 2.0**-126
+_SMALLEST, _SMALLEST_NORMAL = 2.0**-149, 2.0**-126
+_GRAIN_ELEMS = 1 << 15  # torch shares out element-wise work from here on: at::internal::GRAIN_SIZE
+_TRIED_EVERY = 1 << 12
 _MIDPOINT = -(1 << 63)  # the low 29 bits of a midpoint, 1000…0, moved to the top
 # Below this a product can have bits that fp64 drops from a subnormal sum: 2^-126 minus 53 bits, plus 48 of product.
 _TINY_PRODUCT = 2.0**-131
 
 
 def require_subnormals() -> None:
-    """RuntimeError if this thread's CPU flushes subnormal numbers to zero."""
-    tiny = torch.full((64,), _SMALLEST_NORMAL)
-    if not bool((tiny * 0.5 > 0).all()):
+    """RuntimeError if a thread that computes element-wise operations for this one flushes subnormal numbers to zero.
+
+    A thread has a mode of its own, that of the thread which started it at that time. So each of torch's takes its share
+    of one product here, and the call is made wherever exact results or models are computed.
+    """
+    share = torch.zeros(torch.get_num_threads(), _GRAIN_ELEMS)
+    share[:, ::_TRIED_EVERY] = 2.0 * _SMALLEST  # few: a subnormal product takes a CPU a hundred cycles
+    halved = share.mul_(0.5)[:, ::_TRIED_EVERY].view(torch.int32)  # bits: a comparison may flush too
+    if not bool((halved == 1).all()):
         raise RuntimeError(
-            "the CPU flushes subnormal numbers to zero (some library set it so); "
-            "call torch.set_flush_denormal(False) before computing exact results"
+            "the CPU flushes subnormal numbers to zero (some library set it so): call torch.set_flush_denormal(False), "
+            "and since threads that torch started before keep it, torch.set_num_threads(1), or begin in a new process"
         )
 
 

@@ -11,6 +11,7 @@ import goldens
 pytestmark = pytest.mark.hopper
 
 REPOSITORY = Path(__file__).parent.parent.parent
+THEIRS = "tests/on_trial/theirs.py"
 TRITON = "docs/examples/triton_cache_insert.py:cache_insert"
 SMALL = {
     "fmha": "fmha/d64-causal-n64-b2-normal",
@@ -61,28 +62,10 @@ def test_sdpa_is_judged_on_the_gpu() -> None:
     assert "of 1 runs passed" in done.stdout
 
 
-THEIRS = """
-import torch
-from reference import cache_insert
-
-
-def sick(inputs, params):
-    rows = inputs["kv"].shape[0]
-    if rows == 1:
-        torch.cuda._sleep(1 << 62)
-    if rows == 2:
-        index = torch.full((1,), 1 << 40, device="cuda")
-        torch.zeros(4, device="cuda")[index]
-    return cache_insert.exact(inputs, params, "insert")
-"""
-
-
-def test_a_gpu_that_hangs_or_is_lost_costs_one_case(tmp_path: Path) -> None:
-    module = tmp_path / "theirs.py"
-    module.write_text(THEIRS)
+def test_a_gpu_that_hangs_or_is_lost_costs_one_case() -> None:
     ids = ("b1-p1x1-unit", "b2-crossing-normal", "b3-p2x3-page-normal")
     cases = [word for name in ids for word in ("--case", f"cache_insert/{name}")]
-    done = verify("--candidate", f"{module}:sick", "--timeout", "30", *cases)
+    done = verify("--candidate", f"{THEIRS}:sick", "--timeout", "30", *cases)
     assert done.returncode == 1
     assert "hangs: no result within 30 s" in done.stdout
     assert "CUDA error: device-side assert" in done.stdout

@@ -7,19 +7,22 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 
 from goldens.files import GoldenError, write_text
 from tools.candidates import HardwareMissing, require_hopper
-from tools.faults import gpu, report, trial
+from tools.faults import candidates, gpu, report, trial
 from tools.faults.fresh import FRESH
 from tools.faults.patch import Fault, PatchError
+from tools.faults.plain.legal import LEGAL
+from tools.faults.plain.wrong import WRONG
 from tools.faults.planted import KERNELS, MODELS
 
 PASS, FAIL, USAGE, HARDWARE = 0, 1, 2, 3
+T = TypeVar("T")  # an outcome
 _bench: list[trial.Bench] = []  # of this process
 
 
@@ -33,6 +36,10 @@ def command(
     fresh: Annotated[
         bool,
         typer.Option("--fresh", help="The faults by an author who had not seen the goldens; by equal bits alone."),
+    ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option("--candidates", help="Right and wrong candidates in plain torch that claim no schedule."),
     ] = False,
     only: Annotated[
         list[str] | None, typer.Option("--fault", help="Only this fault; may be given several times.")
@@ -49,9 +56,12 @@ def command(
     ] = None,
 ) -> None:
     """Plant faults and say which checks notice them: equal bits, the derived bound, a customary tolerance."""
-    faults = choose(FRESH if fresh else KERNELS if kernels or compile_only else MODELS, only)
+    registry = (*LEGAL, *WRONG) if plain else FRESH if fresh else KERNELS if kernels or compile_only else MODELS
+    faults = choose(registry, only)
     try:
-        if fresh:
+        if plain:
+            content, table, failed = plain_candidates(faults, jobs)
+        elif fresh:
             content, table, failed = fresh_faults(faults, jobs)
         elif kernels or compile_only:
             content, table, failed = kernel_faults(faults, kernels, jobs, html)
@@ -60,7 +70,9 @@ def command(
         if json_file:
             write_text(json_file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         if markdown:
-            section = "fresh" if fresh else "kernels" if kernels or compile_only else "models"
+            section = (
+                "candidates" if plain else "fresh" if fresh else "kernels" if kernels or compile_only else "models"
+            )
             report.put(markdown, section, table)
     except HardwareMissing as error:
         raise _end(f"{error}; `--compile` needs none", HARDWARE) from None
@@ -86,7 +98,7 @@ def choose(faults: Sequence[Fault], only: Sequence[str] | None) -> list[Fault]:
 def model_faults(faults: Sequence[Fault], jobs: int) -> tuple[dict, str, list[str]]:
     """JSON, table, and the ids of faults that bits did not notice."""
     outcomes = []
-    for x in tried(faults, jobs):
+    for x in tried(faults, jobs, trial.run):
         typer.echo(f"{x.fault.id:<44} {', '.join(c for c in trial.CHECKS if c in x.noticed_on) or 'not noticed'}")
         outcomes.append(x)
     typer.echo(report.summary(outcomes))
@@ -105,16 +117,26 @@ def fresh_faults(faults: Sequence[Fault], jobs: int) -> tuple[dict, str, list[st
     return report.models_json(outcomes), table, []
 
 
-def tried(
-    faults: Sequence[Fault], jobs: int, run: Callable[[Fault, trial.Bench], trial.Outcome] = trial.run
-) -> Iterator[trial.Outcome]:
+def plain_candidates(faults: Sequence[Fault], jobs: int) -> tuple[dict, str, list[str]]:
+    """JSON, table, and nothing that failed: what is refused of them is a measurement too."""
+    outcomes = []
+    for x in tried(faults, jobs, candidates.run):
+        first = f"{x.refusals[0].check} on {x.refusals[0].case}" if x.refused else "not refused"
+        typer.echo(f"{x.fault.id:<44} {'right' if x.right else 'wrong'}: {first}")
+        outcomes.append(x)
+    table = report.candidates_table(outcomes)
+    typer.echo(table)
+    return report.candidates_json(outcomes), table, []
+
+
+def tried(faults: Sequence[Fault], jobs: int, run: Callable[[Fault, trial.Bench], T]) -> Iterator[T]:
     """The outcome of each fault, in order."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         yield from pool.map(partial(_run, run), faults)
 
 
-def _run(run: Callable[[Fault, trial.Bench], trial.Outcome], fault: Fault) -> trial.Outcome:
+def _run(run: Callable[[Fault, trial.Bench], T], fault: Fault) -> T:
     if not _bench:
         _bench.append(trial.Bench())
     return run(fault, _bench[0])

@@ -1,11 +1,13 @@
 """The tables of planted faults as Markdown and JSON, and where they stand in a document."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from goldens.files import write_text
 from tools.environment import environment
+from tools.faults import candidates
 from tools.faults.gpu import KernelOutcome
 from tools.faults.trial import CHECKS, TOLERANCE, Outcome
 
@@ -48,6 +50,71 @@ def fresh_table(outcomes: Sequence[Outcome]) -> str:
     if survivors:
         lines += ["", "Not noticed:", "", *_rows(["fault", "schedule", "what is wrong"], survivors)]
     return "\n".join(lines)
+
+
+def candidates_table(outcomes: Sequence[candidates.Outcome]) -> str:
+    """A section with what was refused by kernel, each refusal of a right candidate, and the wrong ones not refused."""
+    kernels = list(dict.fromkeys(x.fault.kernel for x in outcomes))
+    rows = [[name, *_refused([x for x in outcomes if name in (x.fault.kernel, "all")])] for name in (*kernels, "all")]
+    heads = [
+        "kernel",
+        "right",
+        "refused",
+        "wrong",
+        "by the judge",
+        "by invariance alone",
+        "not refused",
+        "share refused",
+    ]
+    lines = _rows(heads, rows)
+    refusals = [
+        [x.fault.id, x.fault.what, r.check, r.case, r.output, _number(r.error_over_bound), r.reason]
+        for x in outcomes
+        if x.right
+        for r in x.refusals
+    ]
+    if refusals:
+        heads = ["right candidate", "what it does", "refused by", "golden", "output", "error over bound", "reason"]
+        lines += ["", "Right and refused:", "", *_rows(heads, refusals)]
+    survivors = [[x.fault.id, x.fault.what] for x in outcomes if not x.right and not x.refused]
+    if survivors:
+        lines += ["", "Wrong and not refused:", "", *_rows(["wrong candidate", "what is wrong"], survivors)]
+    return "\n".join(lines)
+
+
+def _refused(outcomes: Sequence[candidates.Outcome]) -> list[str]:
+    right, wrong = ([x for x in outcomes if x.right == which] for which in (True, False))
+    refused = [x for x in wrong if x.refused]
+    by = [str(sum(x.refusals[0].check == check for x in refused)) for check in candidates.CHECKS]
+    share = f"{len(refused) / max(1, len(wrong)):.1%}"
+    return [
+        str(len(right)),
+        str(sum(x.refused for x in right)),
+        str(len(wrong)),
+        *by,
+        str(len(wrong) - len(refused)),
+        share,
+    ]
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.3g}"
+
+
+def candidates_json(outcomes: Sequence[candidates.Outcome]) -> dict[str, Any]:
+    """For each candidate whether it is right, and its refusals."""
+    rows = [
+        {
+            "id": x.fault.id,
+            "kernel": x.fault.kernel,
+            "right": x.right,
+            "what": x.fault.what,
+            "edits": [{"file": e.file, "old": e.old, "new": e.new} for e in x.fault.edits],
+            "refusals": [dataclasses.asdict(r) for r in x.refusals],
+        }
+        for x in outcomes
+    ]
+    return {"format": FORMAT, "environment": environment(), "candidates": rows}
 
 
 def _share(outcomes: Sequence[Outcome]) -> list[str]:

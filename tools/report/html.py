@@ -244,11 +244,12 @@ def to_html(
     title: str,
     changes: Iterable[Change] | None = None,
     refused: Iterable[str] = (),
+    about: Iterable[str] = (),
 ) -> str:
     """The report as the text of an HTML file.
 
     changes: those since an older report, if there was one. refused: of each run that was not supported or not judged,
-    which and why.
+    which and why. about: of a trial, what was judged and how.
 
     FAILURES failing verdicts are shown in full and TABLE_ROWS rows a kernel; the totals are always said.
     """
@@ -279,6 +280,7 @@ def to_html(
         "changes": None if listed is None else listed[:CHANGES],
         "changes_total": len(listed or []),
         "refused": list(refused),
+        "about": list(about),
         "notes": sorted({(r.case.id, r.note) for r in results if r.note}),
         "environment": environment(),
         "histogram": histogram,

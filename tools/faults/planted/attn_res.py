@@ -41,8 +41,8 @@ FAULTS = (
         "eps and out_eps swapped",
         "nb0-t1-w0-halfway-s1",
         (
-            'for name in ("eps", "out_eps"))\n    output = torch.empty_like(p)',
-            'for name in ("out_eps", "eps"))\n    output = torch.empty_like(p)',
+            "for x in epsilons(params))\n    output = torch.empty_like(p)",
+            "for x in epsilons(params)[::-1])\n    output = torch.empty_like(p)",
         ),
     ),
     _fault(
@@ -96,7 +96,7 @@ FAULTS = (
     _fault(
         "stale-maximum",
         "maximum of the first source alone",
-        "nb2-t1-r3-slots2-cap2-w2-normal",
+        "nb5-t3-r7-slots2-cap6-w3-final-aux1-ties-s1",
         ("m = max_f32(m, logits[:, b])", "m = logits[:, 0]"),
     ),
     _fault(
@@ -131,7 +131,7 @@ FAULTS = (
     _fault(
         "slots-unrounded",
         "sum of several slots not rounded to bf16",
-        "nb2-t1-r3-slots2-cap2-w2-normal",
+        "nb5-t3-r7-slots2-cap6-w3-final-aux1-ties-s1",
         ('if params["slots"] > 1:', "if False:"),
     ),
     _fault(
@@ -149,7 +149,7 @@ FAULTS = (
     _fault(
         "mailbox-armed-beyond",
         "fragments beyond the tokens armed too",
-        "nb2-t1-r3-slots2-cap2-w2-normal",
+        "nb5-t3-r7-slots2-cap6-w3-final-aux1-ties-s1",
         (_ARMED, _ARMED.replace(": p.shape[0]", ":")),
     ),
     _fault(
@@ -161,7 +161,7 @@ FAULTS = (
     _fault(
         "write-off-by-one",
         "new prefix written to the row before",
-        "nb2-t1-r3-slots2-cap2-w2-normal",
+        "nb5-t3-r7-slots2-cap6-w3-final-aux1-ties-s1",
         ('blocks[:, params["write"]] = p', 'blocks[:, params["write"] - 1] = p'),
     ),
     _fault(

@@ -1,0 +1,4 @@
+"""What runs in a candidate's process; tools.worker starts it.
+
+The process holds nothing of ``reference`` and of ``goldens`` but ``goldens.call``: see ``guard``.
+"""
