@@ -60,7 +60,7 @@ _RAGGED = ("wide", "cancel", "zeros", "overflow", "constant", "nan", "bits", "ne
 _PACKED = ((5, 9), (1, 1), (0, 4), (7, 0), (13, 46))
 # Rows 64 … of a sequence start to visit a tile of 128 keys, or of 176, one key later, or have been for one key. Rows
 # 0 … 63 of one see no key.
-_PACKED_EDGES = ((70, 262), (66, 131), (0, 3), (70, 182), (66, 179), (3, 0), (80, 10))
+_PACKED_EDGES = ((82, 274), (66, 131), (0, 3), (82, 194), (66, 179), (3, 0), (80, 10))
 _PACKED_THIRDS = ((3, 140), (0, 5), (5, 300), (2, 0), (4, 177))
 _PACKED_LONG = ((180, 180), (1, 300), (0, 1), (64, 64), (5, 0), (150, 255), (100, 100))
 
@@ -107,14 +107,14 @@ CASES = (
     make_case(64, False, (2, 3), "normal", scale=0.9, seed=7, schedules=WGMMA[:1]),
     # A neighbour full of NaN, a sequence without keys, one without queries, one of a single row.
     make_case(64, True, (26, 60), "normal", heads=(2, 1), packed=_PACKED, schedules=WGMMA[:1]),
-    # Both widths of tiles: five tiles and more, many heads, groups of three, later sequences, rows beyond 128; roundings
-    # of a row's sum and reciprocal that decide an output; every hostile recipe on two tiles.
+    # Both widths of tiles: five tiles and more, many heads, groups of three, later sequences, rows beyond 128, a second
+    # CTA of rows; roundings of a row's sum and reciprocal that decide an output; every hostile recipe on two tiles.
     make_case(64, True, (200, 530), "near-one", schedules=WGMMA),
     make_case(64, False, (3, 1000), "near-one", heads=(9, 3), scale=0.21, schedules=WGMMA),
     make_case(128, False, (2, 900), "near-one", batch=3, heads=(4, 2), schedules=WGMMA),
     make_case(128, False, (14, 622), "near-one", heads=(3, 1), packed=_PACKED_THIRDS, schedules=WGMMA),
     make_case(64, True, (14, 622), "near-one", heads=(4, 2), packed=_PACKED_THIRDS, schedules=WGMMA),
-    make_case(64, True, (355, 767), "marks", packed=_PACKED_EDGES, schedules=WGMMA),
+    make_case(64, True, (379, 791), "marks", packed=_PACKED_EDGES, schedules=WGMMA),
     make_case(64, True, (40, 494), "means", schedules=WGMMA),
     make_case(64, True, (20, 400), "far-below", scale=0.9, schedules=WGMMA),
     make_case(64, True, (20, 400), "faint", schedules=WGMMA),

@@ -131,13 +131,14 @@ def _bits(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
 
 
 def _near_one(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
-    """Maxima near 0, other scores 4 to 14 below: log-sum-exp is small, so that one rounding of a row's sum shows in it.
+    """Log-sum-exp is near 1, so that one rounding of a row's sum shows in it.
 
-    Every 90th key is close to the maximum, which therefore moves from tile to tile.
+    Of 90 keys one is close to the maximum, the others are 4 to 14 below; each 90 are half of one below those before.
     """
     x = {name: t * 0.5 for name, t in _normal(label, q, kv).items()}
     below = draw.integers(f"{label}/below", kv[:2], 64, 224).to(torch.float32) / 16
     below[:, 45::90] = 0.0
+    below += torch.arange(kv[1]) // 90 / 2
     x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, to_bf16(-below)
     return x | {"v": x["v"] * 2}
 
@@ -169,10 +170,17 @@ def _faint(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
 
 
 def _vanishing(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
-    """Values of a few times 2^-133, mostly 0: outputs are subnormals and zeros of both signs."""
+    """Values of a few times 2^-133, mostly 0: outputs are subnormals and zeros of both signs.
+
+    In the second half of the channels the other keys alone have values, whose weights are 2^-16: sums of 2^-149.
+    """
+    x = {name: t * 0.5 for name, t in _normal(label, q, kv).items()}
+    other = torch.arange(kv[1])[:, None] % 2
+    x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, other[:, 0] * -11.0
     steps = draw.integers(f"{label}/v", kv, -3, 4) * draw.integers(f"{label}/some", kv, 0, 2)
-    size = 2.0 ** (torch.arange(kv[2]) % 8 - 133.0)
-    return _normal(label, q, kv) | {"v": to_bf16(steps.to(torch.float32) * size)}
+    channel = torch.arange(kv[2])
+    steps = torch.where(channel < kv[2] // 2, steps, steps * other)
+    return x | {"v": to_bf16(steps.to(torch.float32) * 2.0 ** (channel % 8 - 133.0))}
 
 
 def _own(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
@@ -207,7 +215,7 @@ def _hidden(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
 
 
 def _means(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
-    """Equal weights; after every even number of keys the mean is a tie in bf16 that the reciprocal of the number decides."""
+    """Equal weights: the mean of every even number of keys is a tie in bf16, which the number's reciprocal decides."""
     values = 128 + (torch.arange(kv[2]) % 64 + torch.arange(kv[1])[:, None] % 2)
     x = {"q": torch.zeros(q, dtype=torch.bfloat16), "k": draw.normal_bf16(f"{label}/k", kv)}
     return x | {"v": to_bf16(values.to(torch.float32)).expand(kv).contiguous()}
