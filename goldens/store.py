@@ -30,7 +30,7 @@ DATA = Path(__file__).parent / "data"
 MANIFEST = "manifest.json"
 DIGEST_DIGITS = 32
 ROWS = "rows/"  # in front of an output's name: which of its rows the file holds
-CHANGES = "changes"  # by output, what those rows are put into
+SHARES = "shares"  # by output, its shape, and the tensor that it shares rows with ("": none)
 REMEDY = "`git checkout` restores a committed file, `goldens regenerate --case ID` makes any again"
 
 
@@ -54,7 +54,7 @@ def read_whole(path: Path) -> Tensors:
     from goldens import find
 
     metadata, tensors = read(path)
-    changes = metadata.get(CHANGES, {})
+    shares = metadata.get(SHARES, {})
     try:
         case = find(str(metadata.get("id")))
     except ValueError:
@@ -62,7 +62,7 @@ def read_whole(path: Path) -> Tensors:
     return (
         tensors
         if any(name.startswith("in/") for name in tensors)
-        else _with_repetition(path, tensors | _left_out(case), changes)
+        else _with_repetition(path, tensors | _left_out(case), shares)
     )
 
 
@@ -112,55 +112,67 @@ def entry(case: Case, tensors: Tensors) -> dict[str, Any]:
 def to_bytes(case: Case, tensors: Tensors) -> bytes:
     """The golden's file.
 
-    Unless the case is self-contained, inputs and the model's outputs are left out, and of an exact output only the rows
-    are kept that no input and no other output has: ROWS says where they go, the metadata what they are put into.
+    Unless the case is self-contained, inputs and the outputs of the model are left out, and of exact outputs each row is
+    kept once, and none that the tensor which the metadata names for it has: ROWS says where each row is from.
     """
-    kept, changes = (dict(tensors), {}) if case.self_contained else _without_repetition(tensors)
-    said = {"format": FORMAT, "id": case.id, **case.describe(), **({CHANGES: changes} if changes else {})}
+    kept, shares = (dict(tensors), {}) if case.self_contained else _without_repetition(tensors)
+    said = {"format": FORMAT, "id": case.id, **case.describe(), **({SHARES: shares} if shares else {})}
     # The format refuses strides and shared storage, which an output that is an input's view has.
     separate = {name: x.clone(memory_format=torch.contiguous_format) for name, x in kept.items()}
     return save(separate, metadata={cache.METADATA: json.dumps(said, sort_keys=True)})
 
 
-def _without_repetition(tensors: Tensors) -> tuple[Tensors, dict[str, str]]:
-    """The tensors to keep of a golden, and by name of an output what its rows are put into."""
+def _without_repetition(tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
+    """The tensors to keep of a golden, and the metadata's entry SHARES."""
     kept: Tensors = {}
-    changes: dict[str, str] = {}
+    shares: dict[str, Any] = {}
     bases = [name for name in tensors if name.startswith("in/")]
     for name in sorted(name for name in tensors if name.startswith("exact/")):  # a base comes before what it is for
         x = tensors[name]
-        found = [(base, _rows_apart(x, tensors[base])) for base in bases if _same_form(x, tensors[base])]
-        base, rows = min(found, key=lambda entry: len(entry[1]), default=("", None))
+        found = {"": _new_rows(x, None), **{base: _new_rows(x, tensors[base]) for base in bases}}
+        base = min(found, key=lambda base: len(found[base][0]))
+        rows, places = found[base]
         bases.append(name)
-        if rows is None or 2 * len(rows) > x.numel() // x.shape[-1]:
+        if rows.nbytes + places.nbytes >= x.nbytes:
             kept[name] = x
-            continue
-        changes[name] = base
-        if len(rows):
-            kept[name], kept[ROWS + name] = x.reshape(-1, x.shape[-1])[rows], rows.to(torch.int32)
-    return kept, changes
+        else:
+            shares[name] = {"shape": list(x.shape), "with": base}
+            kept[ROWS + name], kept[name] = places, rows
+    return kept, shares
 
 
-def _same_form(x: Tensor, base: Tensor) -> bool:
-    return base.dtype == x.dtype and base.shape == x.shape and x.numel() > 0 and x.dim() > 0
+def _new_rows(x: Tensor, base: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The different rows (of the last dimension) of ``x`` that ``base`` lacks, [n, columns], and for each row of ``x``
+    where it is, int32: row i of ``base``, or −1 − i, row i of these. Of another form: all rows of ``x``."""
+    flat = _as_rows(x)
+    same = base is not None and base.dtype == x.dtype and _as_rows(base).shape[1] == flat.shape[1]
+    known = {row: i for i, row in enumerate(_bytes_of_rows(_as_rows(base)))} if same else {}  # type: ignore[arg-type]
+    new, places = [], []
+    for i, row in enumerate(_bytes_of_rows(flat)):
+        if row not in known:
+            new.append(i)
+            known[row] = -len(new)
+        places.append(known[row])
+    return flat[new], torch.tensor(places, dtype=torch.int32)
 
 
-def _rows_apart(x: Tensor, base: Tensor) -> Tensor:
-    """The rows (of the last dimension) in which two tensors' bytes differ, int64."""
-    a, b = (y.contiguous().reshape(-1, y.shape[-1]).view(torch.uint8) for y in (x, base))
-    return (a != b).any(1).nonzero().squeeze(1)
+def _as_rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1] if x.dim() else 1) if x.numel() else x.reshape(0, 1)
 
 
-def _with_repetition(path: Path, tensors: Tensors, changes: dict[str, str]) -> Tensors:
+def _bytes_of_rows(x: Tensor) -> list[bytes]:
+    return [row.tobytes() for row in x.contiguous().view(torch.uint8).numpy()]
+
+
+def _with_repetition(path: Path, tensors: Tensors, shares: dict[str, Any]) -> Tensors:
     """The golden of what its file holds and what it leaves out. GoldenError where they do not fit."""
     whole = {name: x for name, x in tensors.items() if not name.startswith(ROWS)}
     try:
-        for name, base in sorted(changes.items()):
-            x = whole[base].clone(memory_format=torch.contiguous_format)
-            if name in tensors:
-                rows = x.view(-1, x.shape[-1]).view(torch.uint8)
-                rows[tensors[ROWS + name].to(torch.int64)] = tensors[name].view(torch.uint8)
-            whole[name] = x
+        for name, said in sorted(shares.items()):
+            rows = tensors[name].flip(0)  # so that row −1 is the first
+            if said["with"]:
+                rows = torch.cat([_as_rows(whole[said["with"]]), rows])
+            whole[name] = rows[tensors[ROWS + name].to(torch.int64)].reshape(said["shape"])
     except (KeyError, IndexError, RuntimeError, AttributeError, TypeError) as error:
         raise GoldenError(f"{path}: its rows do not fit ({error!r}); {REMEDY}") from None
     return whole
@@ -226,7 +238,7 @@ def load(case: Case, manifest: dict[str, Any], root: Path | None = None) -> Tens
     """The tensors of a case's golden, its description and every digest checked against case and manifest."""
     path = path_of(case, root)
     metadata, tensors = read(path)
-    changes = metadata.pop(CHANGES, {})
+    shares = metadata.pop(SHARES, {})
     wanted = json.loads(json.dumps({"format": FORMAT, "id": case.id, **case.describe()}))
     wrong = sorted(name for name in wanted | metadata if metadata.get(name) != wanted.get(name))
     if wrong:
@@ -236,7 +248,7 @@ def load(case: Case, manifest: dict[str, Any], root: Path | None = None) -> Tens
     _require_listed(case, manifest)
     either = f"this file was changed, or the case's entry in {(root or DATA) / MANIFEST}; {REMEDY}"
     again = {} if case.self_contained else _left_out(case)
-    tensors = _with_repetition(path, tensors | again, changes)
+    tensors = _with_repetition(path, tensors | again, shares)
     digests = manifest[case.id]["sha256"]
     if set(digests) != set(tensors):
         raise GoldenError(f"{path}: holds {sorted(tensors)}, the manifest lists {sorted(digests)}; {either}")

@@ -79,7 +79,7 @@ def test_a_coarse_mistake_is_refused(bench: trial.Bench, name: str) -> None:
 
 def test_invariance_refuses_a_mistaken_pitch(bench: trial.Bench) -> None:
     candidate = candidates.candidate_of(next(x for x in WRONG if x.id == "cache_insert/pitch-of-kv"))
-    cases = candidates.small_first(bench, "cache_insert")[:8]
+    cases = candidates.small_first(bench, "cache_insert")
     assert not all(x.passed for case in cases for x in candidates.compared(bench, case, candidate))
 
 

@@ -145,9 +145,9 @@ _ATTN_RES = variants(
             "base-2",
             "The softmax by base-2 exponentials and a reciprocal.",
             "weight = torch.softmax(logit, 1)",
-            "logit = logit * 1.4426950408889634\n    weight = torch.exp2(logit "
-            "- logit.amax(1, keepdim=True))\n    weight = weight * (1 / weight.sum(1, "
-            "keepdim=True))",
+            "logit = logit * 1.4426950408889634\n"
+            "    weight = torch.exp2((logit - logit.amax(1, keepdim=True)).double()).float()\n"
+            "    weight = weight * (1 / weight.sum(1, keepdim=True))",
         ),
         (
             "unnormalised-first",
