@@ -193,15 +193,15 @@ def _own(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
 
 
 def _marks(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
-    """Each even channel has one value that is no number.
+    """Each even channel has two values that are no numbers, half of the keys apart.
 
     A channel is NaN in the rows that visit the mark's key, masked or not: it says which tiles a row visits.
     """
     x = _normal(label, q, kv)
-    channels = torch.arange(0, kv[2], 2)
-    keys = (channels * kv[1] + kv[1] - 1) // kv[2]
+    marks = torch.arange(kv[2])
+    keys, channels = (marks * kv[1] + kv[1] - 1) // kv[2], marks * 2 % kv[2]
     codes = torch.tensor([0x7FC0, 0x7F80, -0x80, -1], dtype=torch.int16)
-    x["v"].view(torch.int16)[:, keys, channels] = codes[channels // 2 % 4]
+    x["v"].view(torch.int16)[:, keys, channels] = codes[marks % 4]
     return x
 
 
