@@ -182,7 +182,8 @@ def test_grouped_heads_are_repeated_heads() -> None:
 
 
 # Those of whose elements the oracle decides on all.
-JUDGED = [case for case in KERNEL.cases if case.committed and case.recipe not in ("nan", "inf", "bits", "overflow")]
+UNJUDGED = ("nan", "inf", "bits", "overflow", "far-below", "marks", "hidden")
+JUDGED = [case for case in KERNEL.cases if case.committed and case.recipe not in UNJUDGED]
 
 
 def assert_model_within(x: dict[str, Tensor], params: dict, got: dict[str, Tensor], oracle: dict[str, Tensor]) -> None:

@@ -56,7 +56,12 @@ def make_case(
 
 WGMMA = ("wgmma128", "wgmma176")
 _HOSTILE = ("wide", "cancel", "ties", "subnormal", "zeros", "overflow", "constant", "halfway", "inf", "bits")
+_RAGGED = ("wide", "cancel", "zeros", "overflow", "constant", "nan", "bits", "negative")
 _PACKED = ((5, 9), (1, 1), (0, 4), (7, 0), (13, 46))
+# Rows 64 … of a sequence start to visit a tile of 128 keys, or of 176, one key later, or have been for one key. Rows
+# 0 … 63 of one see no key.
+_PACKED_EDGES = ((82, 274), (66, 131), (0, 3), (82, 194), (66, 179), (3, 0), (80, 10))
+_PACKED_THIRDS = ((3, 140), (0, 5), (5, 300), (2, 0), (4, 177))
 _PACKED_LONG = ((180, 180), (1, 300), (0, 1), (64, 64), (5, 0), (150, 255), (100, 100))
 
 CASES = (
@@ -87,8 +92,7 @@ CASES = (
     make_case(64, False, (4, 144), "dominant", schedules=WGMMA[:1]),
     make_case(64, True, (6, 33), "normal", heads=(4, 2), scale=0.3, schedules=WGMMA[:1], whole=True),
     make_case(64, False, (33, 40), "nan", schedules=WGMMA[:1]),
-    # Three tiles of either width, a second CTA of rows, grouped heads of two batches, infinities beyond the mask.
-    make_case(64, True, (140, 400), "normal", heads=(4, 2), scale=0.3, schedules=WGMMA),
+    # Three tiles of either width, grouped heads of two batches, infinities beyond the mask.
     make_case(64, False, (5, 400), "normal", batch=2, heads=(6, 3), schedules=WGMMA),
     make_case(64, True, (70, 134), "inf", schedules=WGMMA),
     make_case(64, False, (3, 400), "ties", schedules=WGMMA),
@@ -103,6 +107,32 @@ CASES = (
     make_case(64, False, (2, 3), "normal", scale=0.9, seed=7, schedules=WGMMA[:1]),
     # A neighbour full of NaN, a sequence without keys, one without queries, one of a single row.
     make_case(64, True, (26, 60), "normal", heads=(2, 1), packed=_PACKED, schedules=WGMMA[:1]),
+    # Both widths of tiles: five tiles and more, many heads, groups of three, later sequences, rows beyond 128, a second
+    # CTA of rows; roundings of a row's sum and reciprocal that decide an output; every hostile recipe on two tiles.
+    make_case(64, True, (200, 530), "near-one", schedules=WGMMA),
+    make_case(64, False, (2, 1000), "near-one", batch=2, heads=(9, 3), scale=0.21, schedules=WGMMA),
+    make_case(128, False, (2, 900), "near-one", batch=3, heads=(4, 2), schedules=WGMMA),
+    make_case(128, False, (14, 622), "near-one", heads=(3, 1), packed=_PACKED_THIRDS, schedules=WGMMA),
+    make_case(64, True, (14, 622), "near-one", heads=(4, 2), packed=_PACKED_THIRDS, schedules=WGMMA),
+    make_case(64, True, (379, 791), "marks", packed=_PACKED_EDGES, schedules=WGMMA),
+    make_case(64, True, (40, 494), "means", schedules=WGMMA),
+    make_case(64, True, 190, "means", schedules=WGMMA),
+    make_case(64, True, 20, "normal", schedules=WGMMA),
+    make_case(64, True, (20, 400), "far-below", scale=0.9, schedules=WGMMA),
+    make_case(64, True, (20, 400), "faint", schedules=WGMMA),
+    make_case(64, True, (12, 400), "vanishing", schedules=WGMMA),
+    make_case(64, True, (12, 200), "hidden", schedules=WGMMA),
+    *(make_case(64, True, (6, 184), recipe, schedules=WGMMA) for recipe in _RAGGED),
+    make_case(128, False, (3, 180), "wide", schedules=WGMMA),
+    # The same for k2: five tiles, nine sequences, ties after every even number of keys.
+    make_case(64, False, 320, "halfway"),
+    make_case(64, True, 320, "own"),
+    make_case(64, True, 64, "own", batch=9),
+    make_case(64, True, 64, "cancel", batch=3),
+    make_case(64, True, 192, "means"),
+    *(make_case(64, True, 128, recipe) for recipe in ("far-below", "faint", "marks")),
+    make_case(64, False, 64, "vanishing"),
+    make_case(128, False, 64, "normal", scale=0.21),
     # On demand.
     make_case(64, False, (300, 500), "normal", heads=(2, 1), schedules=WGMMA, committed=False),
     make_case(128, True, (200, 300), "normal", heads=(2, 1), schedules=WGMMA, committed=False),

@@ -130,6 +130,97 @@ def _bits(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
     return x | {"v": draw.bits_bf16(f"{label}/v", kv)}
 
 
+def _near_one(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Log-sum-exp is near 1, so that one rounding of a row's sum shows in it.
+
+    Of 90 keys one is close to the maximum, the others are 4 to 14 below; each 90 are half of one below those before.
+    """
+    x = {name: t * 0.5 for name, t in _normal(label, q, kv).items()}
+    below = draw.integers(f"{label}/below", kv[:2], 64, 224).to(torch.float32) / 16
+    below[:, 45::90] = 0.0
+    below += torch.arange(kv[1]) // 90 / 2
+    x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, to_bf16(-below)
+    return x | {"v": x["v"] * 2}
+
+
+def _far_below(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Scores below any finite "−inf": of every five rows one near −6 · 10^4, one of −2^104, one of −inf alone, one of
+    −inf in the second half of the keys, one in the first."""
+    x = _normal(label, q, kv)
+    x["q"][..., :4], x["k"][..., :4] = 0.0, 0.0
+    for row, (channel, height) in enumerate(((0, 2.0**-1), (1, 2.0**84), (1, 2.0**108), (2, 2.0**108), (3, 2.0**108))):
+        x["q"][:, row::5, channel] = height
+    x["q"][:, 1::5, 4:], x["q"][:, 2::5, 4:] = 0.0, 0.0
+    far = -(2.0**20)
+    x["k"][..., 0], x["k"][..., 1] = far, to_bf16(far * 2.0 ** (torch.arange(kv[1]) % 3))
+    x["k"][:, kv[1] // 2 :, 2], x["k"][:, : kv[1] // 2, 3] = far, far
+    return x
+
+
+def _faint(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """The middle key has all weight and the value 0; the others' weights, 2^-88 to 2^-136, times huge values are o."""
+    x = {name: t * 0.25 for name, t in _normal(label, q, kv).items()}
+    octaves = torch.arange(kv[1]) * 29 % 48 + 88
+    x["q"][..., 0] = q[2] ** 0.5
+    x["k"][..., 0] = to_bf16(octaves * -0.6931471805599453)
+    rest = draw.wide_bf16(f"{label}/v", kv, -2, 1).to(torch.float32)
+    x["v"] = to_bf16(torch.ldexp(rest, (octaves - 20)[:, None]))
+    x["k"][:, kv[1] // 2, 0], x["v"][:, kv[1] // 2] = 0.0, 0.0
+    return x
+
+
+def _vanishing(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Values of a few times 2^-133, mostly 0: outputs are subnormals and zeros of both signs.
+
+    In the second half of the channels the other keys alone have values, whose weights are 2^-16: sums of 2^-149.
+    """
+    x = {name: t * 0.5 for name, t in _normal(label, q, kv).items()}
+    other = torch.arange(kv[1])[:, None] % 2
+    x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, other[:, 0] * -11.0
+    steps = draw.integers(f"{label}/v", kv, -3, 4) * draw.integers(f"{label}/some", kv, 0, 2)
+    channel = torch.arange(kv[2])
+    steps = torch.where(channel < kv[2] // 2, steps, steps * other)
+    return x | {"v": to_bf16(steps.to(torch.float32) * 2.0 ** (channel % 8 - 133.0))}
+
+
+def _own(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """The key at the query's own place has all weight: each output row is a row of v."""
+    signs = {n: draw.integers(f"{label}/{n}", s, 0, 2) * 2.0 - 1 for n, s in (("q", q), ("k", kv))}
+    both = min(q[1], kv[1])
+    signs["q"][:, q[1] - both :] = signs["k"][:, kv[1] - both :].repeat_interleave(q[0] // kv[0], 0)
+    high = 2048.0**0.5 / q[2] ** 0.25
+    return {n: to_bf16(x * high) for n, x in signs.items()} | {"v": draw.normal_bf16(f"{label}/v", kv)}
+
+
+def _marks(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Each even channel has two values that are no numbers, half of the keys apart.
+
+    A channel is NaN in the rows that visit the mark's key, masked or not: it says which tiles a row visits.
+    """
+    x = _normal(label, q, kv)
+    marks = torch.arange(kv[2])
+    keys, channels = (marks * kv[1] + kv[1] - 1) // kv[2], marks * 2 % kv[2]
+    codes = torch.tensor([0x7FC0, 0x7F80, -0x80, -1], dtype=torch.int16)
+    x["v"].view(torch.int16)[:, keys, channels] = codes[marks % 4]
+    return x
+
+
+def _hidden(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Keys beyond the first query's diagonal are NaN or infinite: rows that do not see them have numbers."""
+    x = _normal(label, q, kv)
+    first = max(1, kv[1] - q[1] + 1)
+    x["k"][:, first + (kv[1] - first) // 2 :, ::7] = torch.nan
+    x["k"][:, first + (kv[1] - first) // 4 : first + (kv[1] - first) // 2, ::5] = torch.inf
+    return x
+
+
+def _means(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
+    """Equal weights: the mean of every even number of keys is a tie in bf16, which the number's reciprocal decides."""
+    values = 128 + (torch.arange(kv[2]) % 64 + torch.arange(kv[1])[:, None] % 2)
+    x = {"q": torch.zeros(q, dtype=torch.bfloat16), "k": draw.normal_bf16(f"{label}/k", kv)}
+    return x | {"v": to_bf16(values.to(torch.float32)).expand(kv).contiguous()}
+
+
 Recipe = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensors]
 RECIPES: dict[str, Recipe] = {
     "normal": _normal,
@@ -147,6 +238,14 @@ RECIPES: dict[str, Recipe] = {
     "nan": _nan,
     "inf": _inf,
     "bits": _bits,
+    "means": _means,
+    "near-one": _near_one,
+    "far-below": _far_below,
+    "faint": _faint,
+    "vanishing": _vanishing,
+    "own": _own,
+    "marks": _marks,
+    "hidden": _hidden,
 }
 
 
