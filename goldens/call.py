@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import re
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -43,16 +43,26 @@ def duplicate(x: Tensor, device: torch.device) -> Tensor:
 
 
 def call(
-    candidate: Candidate, inputs: Mapping[str, Tensor], params: Mapping[str, Any], device: torch.device
+    candidate: Candidate,
+    inputs: Mapping[str, Tensor],
+    params: Mapping[str, Any],
+    device: torch.device,
+    written: Collection[str],
 ) -> Tensors:
     """The candidate's outputs on the CPU, from copies of ``inputs`` on ``device``.
 
-    CallFailed with the error's last line, or with what the candidate returned in place of named tensors.
+    written: the inputs that the interface lets it write to. CallFailed with the error's last line, with what the
+    candidate returned in place of named tensors, or with another input that it changed.
     """
     try:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-            outputs = candidate({name: duplicate(x, device) for name, x in inputs.items()}, dict(params))
-            return collect(outputs, device)
+            copies = {name: duplicate(x, device) for name, x in inputs.items()}
+            read = {name: x for name, x in copies.items() if name not in written}
+            outputs = collect(candidate(copies, dict(params)), device)
+            for name, x in read.items():
+                if not torch.equal(_bytes(x.cpu()), _bytes(inputs[name].cpu())):
+                    raise CallFailed(f"changed its input {name}")
+            return outputs
     except (Unsupported, CallFailed):
         raise
     except Exception as error:
@@ -94,6 +104,10 @@ def _kind(x: Any) -> str:
         "meta tensor": x.device.type == "meta",
     }
     return next((f"a {kind}" for kind, found in kinds.items() if found), "tensor")
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -121,3 +121,7 @@ class Kernel:
     properties: tuple[Property, ...] = ()
     locate: Callable[[Case, str, str, tuple[int, ...]], dict[str, int]] = field(default=lambda *_: {})
     legal: tuple[str, ...] = ()
+
+    def written(self, params: Params) -> tuple[str, ...]:
+        """The inputs that a call may write to: those that are outputs too."""
+        return tuple(self.outputs(params))

@@ -69,6 +69,7 @@ class Worker:
                 raise CallFailed(f"its process was ended, and did not start again: {error}") from None
         self._number += 1
         request: dict[str, Any] = {"kernel": kernel, "schedule": schedule, "params": dict(params), "graph": graph}
+        request["written"] = goldens.KERNELS[kernel].written(params)
         tensors, strides = _dense(inputs)
         deadline = None if self._seconds is None else time.monotonic() + self._seconds
         message = pack({**request, "number": self._number, "strides": strides}, tensors)

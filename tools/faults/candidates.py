@@ -62,7 +62,8 @@ def small_first(bench: Bench, kernel: str) -> list[Case]:
 def judged(bench: Bench, case: Case, candidate: Candidate) -> list[Verdict]:
     """Those of ``Judge`` on copies of the golden's inputs."""
     try:
-        outputs = call(candidate, select(bench.golden(case), "in/"), case.params, CPU)
+        written = goldens.KERNELS[case.kernel].written(case.params)
+        outputs = call(candidate, select(bench.golden(case), "in/"), case.params, CPU, written)
     except CallFailed as error:
         return failed(str(error), "model")
     return bench.judge(case)(outputs, None)
@@ -72,7 +73,7 @@ def compared(bench: Bench, case: Case, candidate: Candidate) -> Iterator[Verdict
     """Those of ``invariance.check``, without graphs."""
 
     def once(inputs: Tensors, params: Params, graph: bool) -> Tensors:
-        return call(candidate, inputs, params, CPU)
+        return call(candidate, inputs, params, CPU, kernel.written(params))
 
     kernel, inputs = goldens.KERNELS[case.kernel], select(bench.golden(case), "in/")
     try:

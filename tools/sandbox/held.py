@@ -1,7 +1,7 @@
 """A candidate that is imported and called, its exits and what it leaves changed in Python and torch contained."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,13 @@ class Held:
         self._modes = [get() for get, _ in MODES]
 
     def call(
-        self, kernel: str, schedule: str | None, inputs: Tensors, params: Mapping[str, Any], graph: bool = False
+        self,
+        kernel: str,
+        schedule: str | None,
+        inputs: Tensors,
+        params: Mapping[str, Any],
+        written: Collection[str],
+        graph: bool = False,
     ) -> Tensors:
         """The outputs, on the CPU. CallFailed or Unsupported; Missing if the candidate's package is not there.
 
@@ -40,7 +46,7 @@ class Held:
             try:
                 if key not in self._made:
                     self._made[key] = self._loaded.make(kernel, schedule)
-                return (replay if graph else call)(self._made[key], inputs, params, self.device)
+                return (replay if graph else call)(self._made[key], inputs, params, self.device, written)
             finally:
                 for (get, put), value in zip(MODES, self._modes, strict=True):
                     if get() != value:
@@ -62,7 +68,9 @@ MODES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 
 
-def replay(candidate: Candidate, inputs: Tensors, params: Mapping[str, Any], device: torch.device) -> Tensors:
+def replay(
+    candidate: Candidate, inputs: Tensors, params: Mapping[str, Any], device: torch.device, written: Collection[str]
+) -> Tensors:
     """The outputs of a CUDA graph recorded on other numbers, once these inputs are in the places of those."""
     recorded = getattr(candidate, "capturable", candidate)
 
@@ -88,7 +96,7 @@ def replay(candidate: Candidate, inputs: Tensors, params: Mapping[str, Any], dev
             torch.cuda.synchronize(device)
         return collect(outputs, device)
 
-    return call(run, inputs, params, device)
+    return call(run, inputs, params, device, written)
 
 
 def is_broken() -> bool:
