@@ -88,11 +88,13 @@ class Variant:
 class Output:
     """An output of a kernel's interface: its dtype, and what its dimensions are called, in the singular.
 
-    e4m3 may come as bytes too, in uint8.
+    e4m3 may come as bytes too, in uint8. shared: over how many of its last dimensions the elements share intermediate
+    results, whose roundings are then the same in all.
     """
 
     dtype: torch.dtype
     axes: tuple[str, ...]
+    shared: int = 1
 
 
 Property = Callable[[Case, Tensors, Params], list[Variant]]

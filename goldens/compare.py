@@ -212,12 +212,13 @@ def against_model(
     locate: Locate | None = None,
     copied: Tensor | None = None,
     axes: tuple[str, ...] = (),
+    shared: int = 1,
 ) -> Verdict:
     """Held per element to |got − model| ≤ ½ ULP + bound, ULPs being those of ``got``'s format at that magnitude.
 
     model: fp32; oracle: fp64; bound: fp64, what candidate and model together may be apart before rounding: infinite
     where the model does not decide, 0 where the element is a copy of an input's. copied: like ``got``, the bits that
-    such an element must have. axes: what the dimensions are called.
+    such an element must have. axes, shared: as in ``goldens.case.Output``.
 
     What is narrowed from fp32 must also be without bias: see ``_bias``.
     """
@@ -251,7 +252,7 @@ def against_model(
     share = torch.where(finite, error / allowed, 0.0)
     where = failing.reshape(-1).nonzero().squeeze(1)
     rank = torch.where(wrong_class, torch.inf, error / allowed).reshape(-1)[where]
-    bias, limit = _bias(wide, oracle, got.dtype, finite)
+    bias, limit = _bias(wide, oracle, got.dtype, finite, shared)
     biased = bias is not None and limit is not None and abs(bias) > limit
     reasons = [f"{count} of {got.numel()} elements exceed their bound" if count > changes else ""]
     reasons[0] += _of_them(classes, "in class (finite, inf, NaN)")
@@ -285,9 +286,9 @@ def against_model(
 
 # Rounding to nearest moves a value away from zero as often as towards it: the signed errors of a right candidate (from
 # the oracle, as the model has errors of its own) are symmetric about 0, be they the last rounding's or those of the
-# roundings before it. Elements of a row (of the last dimension) may share the latter, a softmax weight's for one; two
-# rows do not, unless they are equal, and then they count once. So, given their magnitudes, the means of n rows have
-# random signs, and by Hoeffding's inequality their mean is beyond
+# roundings before it. Elements of a row (of the last dimension, or the last ones) share the latter, a softmax weight's
+# for one; two rows do not, unless they are equal, and then they count once. So, given their magnitudes, the means of n
+# rows have random signs, and by Hoeffding's inequality their mean is beyond
 #   sqrt(2 ln(2 / p) · mean(square) / n)
 # with a probability of at most p, whatever the bound and however the errors are distributed. With p = 2^-40 a thousand
 # verdicts give one false alarm in 2^30 runs. Truncation has −½ in every row, too much from n = 57 on (where the bound
@@ -296,15 +297,20 @@ def against_model(
 # are those of its terms, such as lg2.approx's, which have a sign: none is judged so.
 
 
-def _bias(got: Tensor, oracle: Tensor, dtype: torch.dtype, finite: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """The mean signed error of fp64 ``got`` in ULPs of ``dtype``, over different rows of inexact results; its limit."""
+def _bias(
+    got: Tensor, oracle: Tensor, dtype: torch.dtype, finite: Tensor, shared: int
+) -> tuple[float, float] | tuple[None, None]:
+    """The mean signed error of fp64 ``got`` in ULPs of ``dtype``, over different rows of inexact results; its limit.
+
+    shared: how many of the last dimensions are a row.
+    """
     want = oracle.to(torch.float32)
     rounded = _rounded(want, dtype)
     chosen = finite & want.isfinite() & (rounded.to(torch.float32) != want)
     if dtype == torch.float32 or not bool(chosen.any()):
         return None, None
     signed = torch.where(chosen, (got - oracle) * oracle.sign() / ulp.size(oracle, dtype), 0.0)
-    columns = got.shape[-1] if got.dim() else 1
+    columns = got.shape[got.dim() - min(shared, got.dim()) :].numel()
     sums, counts = (x.reshape(-1, columns).sum(1) for x in (signed.clamp(-1.0, 1.0), chosen))
     of_row, some = sums / counts, counts > 0
     _, group, same = _bits(rounded).reshape(-1, columns)[some].unique(dim=0, return_inverse=True, return_counts=True)

@@ -127,7 +127,7 @@ class Judge:
             bound = self.bound(schedule).get(name)
             if bound is not None:
                 model, oracle = self.model[name], self.oracle[name]
-                yield against_model(name, got, model, oracle, bound, locate, exact, interface.axes)
+                yield against_model(name, got, model, oracle, bound, locate, exact, interface.axes, interface.shared)
 
 
 def judge(

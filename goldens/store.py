@@ -112,8 +112,8 @@ def entry(case: Case, tensors: Tensors) -> dict[str, Any]:
 def to_bytes(case: Case, tensors: Tensors) -> bytes:
     """The golden's file.
 
-    Unless the case is self-contained, inputs and the outputs of the model are left out, and of exact outputs each row is
-    kept once, and none that the tensor which the metadata names for it has: ROWS says where each row is from.
+    Unless the case is self-contained, inputs and model outputs are left out, and each row of the exact outputs is kept
+    once: none that the tensor which the metadata names for it has. ROWS says where each row is from.
     """
     kept, shares = (dict(tensors), {}) if case.self_contained else _without_repetition(tensors)
     said = {"format": FORMAT, "id": case.id, **case.describe(), **({SHARES: shares} if shares else {})}

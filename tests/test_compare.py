@@ -261,6 +261,17 @@ def test_equal_rows_count_once() -> None:
     assert model_verdict(truncated(x), x, bound).passed
 
 
+def test_what_several_dimensions_share_counts_once() -> None:
+    """One factor of a whole matrix is off: a bias by rows, none by matrices, of which there is one."""
+    x = inputs.normal("compare/shared", (1, 64, 64)).abs() + 0.5
+    got = to_bf16(x * (1 - 2.0**-9))
+    oracle = x.to(torch.float64)
+    bound = oracle * 2.0**-8
+    by_rows, by_matrix = (against_model("o", got, x, oracle, bound, shared=shared) for shared in (1, 2))
+    assert (by_rows.passed, by_rows.failing) == (False, 0)
+    assert by_matrix.passed
+
+
 def test_ties_to_even_are_no_bias() -> None:
     x = torch.arange(128.0, 256.0) + 0.5
     assert model_verdict(to_bf16(x), x).passed

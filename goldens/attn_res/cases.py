@@ -75,6 +75,9 @@ def grid(i: int) -> Case:
     )
 
 
+# Not those of one block or none, nor of many tokens.
+_ON_DEMAND = [recipe for recipe in RECIPES if recipe not in ("halfway", "three-kinds")]
+
 CASES = (
     # Every branch once, in as few rows of 14 KiB as that takes.
     # Seeds are ones that tell out_eps from the fp32 number above it; and eps from both its neighbours, a mean in two
@@ -100,10 +103,13 @@ CASES = (
     # Weights on both sides of 2^-126, and scores that a floor in place of −inf would reach.
     make_case(2, 2, "edge-of-flush", has_delta=False),
     make_case(2, 1, "far-below", has_delta=False),
+    # More tokens than a warp, two warps and four have lanes, and slots that no power of two holds.
+    make_case(1, 131, "three-kinds", write=0, direct=True),
+    make_case(1, 3, "ties", slots=7, capacity=4),
     # On demand: the parameters pairwise, every recipe in both branches, and sizes.
     *(grid(i) for i in range(36)),
-    *(make_case(1, 3, recipe, direct=True, committed=False) for recipe in RECIPES if recipe != "halfway"),
-    *(make_case(3, 2, r, slots=2, has_delta=False, final=True, committed=False) for r in RECIPES if r != "halfway"),
+    *(make_case(1, 3, recipe, direct=True, committed=False) for recipe in _ON_DEMAND),
+    *(make_case(3, 2, r, slots=2, has_delta=False, final=True, committed=False) for r in _ON_DEMAND),
     make_case(1, 256, "opposing-sources", direct=True, committed=False),
     make_case(2, 64, seed=1, direct=True, committed=False),
     make_case(3, 64, final=True, committed=False),

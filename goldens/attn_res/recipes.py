@@ -271,6 +271,14 @@ def _half_nan(case: Case) -> Tensors:
     return x
 
 
+def _three_kinds(case: Case) -> Tensors:
+    """Every token is one of three, in an order of no period: many tokens in few different rows."""
+    x = _normal(case)
+    kinds = draw.integers(f"{case.id}/kinds", (case.dims["tokens"],), 0, 3)
+    axes = {"delta": 1 if case.params["slots"] else 0, "prefix": 0, "blocks": 0}
+    return x | {name: x[name].index_select(axis, kinds) for name, axis in axes.items()}
+
+
 def _nan(case: Case) -> Tensors:
     """A NaN in a block of token 0, one in the new prefix of the last token."""
     x = _normal(case)
@@ -321,6 +329,7 @@ RECIPES: dict[str, Callable[[Case], Tensors]] = {
     "ties": _ties,
     "half": _half,
     "half-nan": _half_nan,
+    "three-kinds": _three_kinds,
     "nan": _nan,
     "inf": _inf,
     "zeros": _zeros,

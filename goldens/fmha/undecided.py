@@ -45,9 +45,7 @@ def undecided(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Un
     sums = torch.where(keep, numbers_q @ numbers_k.transpose(1, 2), 0.0)
     overflows = sums * max(1.0, scale * _LOG2_E) >= _LARGE
     overflows = overflows | (sums * (scale * _LOG2_E) >= _STEEP)
-    scores = q @ k.transpose(1, 2) * scale
-    s = torch.where(keep, scores, -torch.inf)
-    overflows = overflows | (~keep & ~scores.isfinite())
+    s = torch.where(keep, q @ k.transpose(1, 2) * scale, -torch.inf)
     nothing = keep.any(-1)[:, None] & (s[..., :_FIRST_TILE] == -torch.inf).all(-1, keepdim=True)
     of_rows = (overflows | (s == torch.inf)).any(-1, keepdim=True) & ~s.isnan().any(-1, keepdim=True) | nothing
 

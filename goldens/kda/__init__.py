@@ -43,7 +43,7 @@ def outputs(params: Params) -> dict[str, Output]:
     state = params["final_state"]
     if state is not None:
         dtype = reference.STATE_DTYPES[state]
-        made["final_state"] = Output(dtype, ("sequence", "head", "value channel", "key channel"))
+        made["final_state"] = Output(dtype, ("sequence", "head", "value channel", "key channel"), shared=2)
     return made
 
 

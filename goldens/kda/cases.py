@@ -115,6 +115,10 @@ CASES = (
     make_case(18, 1, "fading", state="fp32", final="fp32"),
     make_case(18, 1, "opposed", state="fp32"),
     make_case(48, 1, "settled", state="fp32", final="fp32"),
+    # More than 16 chunks; more than 8 segments; segments of a state that is next to nothing.
+    make_case(290, 1, "rows", lower_bound=-0.0625),
+    make_case(660, 1, "rows", lower_bound=-0.0625, schedules=_SCAN64),
+    make_case(66, 1, "subnormal", state="fp32", lower_bound=-0.0625, schedules=_SCAN64),
     # Seeds: T at a tie; the last bits of the norms and of eps, ties of K⁺ and Q⁺, in 64 tokens.
     make_case(18, 1, "probing", state="bf16", seed=17),
     *(make_case(4, 16, "faint", state="bf16", lower_bound=0.0, seed=seed) for seed in (59, 365)),
