@@ -129,7 +129,7 @@ CASES = (
     make_case(64, True, 320, "own"),
     make_case(64, True, 64, "own", batch=9),
     make_case(64, True, 64, "cancel", batch=3),
-    make_case(64, True, 192, "means"),
+    make_case(64, True, 320, "means"),
     *(make_case(64, True, 128, recipe) for recipe in ("far-below", "faint", "marks")),
     make_case(64, False, 64, "vanishing"),
     make_case(128, False, 64, "normal", scale=0.21),
