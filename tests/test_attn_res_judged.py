@@ -37,7 +37,7 @@ def outcomes(case: Case, candidate: Candidate, schedule: str | None = None) -> l
     """What is said of a candidate in this process."""
 
     def run(inputs: Tensors, params: Mapping[str, Any], graph: bool) -> Tensors:
-        return call(candidate, inputs, params, CPU)
+        return call(candidate, inputs, params, CPU, KERNEL.written(params))
 
     return list(invariance.check(KERNEL, case, KERNEL.inputs(case), run, schedule, graphs=False))
 

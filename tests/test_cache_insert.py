@@ -422,7 +422,7 @@ def broken(candidate: Callable[..., Any]) -> set[str]:
         KERNEL,
         MIXED,
         KERNEL.inputs(MIXED),
-        lambda x, params, graph: call_candidate(candidate, x, params, torch.device("cpu")),
+        lambda x, params, graph: call_candidate(candidate, x, params, torch.device("cpu"), KERNEL.written(params)),
         None,
         graphs=False,
     )

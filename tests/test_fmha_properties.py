@@ -30,7 +30,7 @@ NAN = make_case(64, True, (5, 40), "nan", schedules=WGMMA)
 
 
 def tried(case: Case, candidate: Candidate, schedule: str | None = None) -> list[Any]:
-    on_cpu = lambda inputs, params, _: call(candidate, inputs, params, torch.device("cpu"))  # noqa: E731
+    on_cpu = lambda inputs, params, _: call(candidate, inputs, params, torch.device("cpu"), ())  # noqa: E731
     return list(invariance.check(KERNEL, case, KERNEL.inputs(case), on_cpu, schedule, graphs=False))
 
 

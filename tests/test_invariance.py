@@ -28,12 +28,13 @@ HOLDING = (HEADS, PACKED, TOKENS, "attn_res/nb5-t3-r7-slots2-cap6-w3-final-aux1-
 
 def found(case: Case, candidate: Callable[..., Any], schedule: str | None = None) -> list:
     """What ``check`` says of a candidate in this process."""
+    kernel = goldens.KERNELS[case.kernel]
     return list(
         invariance.check(
-            goldens.KERNELS[case.kernel],
+            kernel,
             case,
-            goldens.KERNELS[case.kernel].inputs(case),
-            lambda inputs, params, graph: call(candidate, inputs, params, CPU),
+            kernel.inputs(case),
+            lambda inputs, params, graph: call(candidate, inputs, params, CPU, kernel.written(params)),
             schedule,
             graphs=False,
         )

@@ -40,7 +40,7 @@ def _offsets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tried(case: Case, candidate: Candidate, schedule: str | None = None, only: tuple = ()) -> list[Any]:
     kernel = replace(KERNEL, properties=only) if only else KERNEL
-    on_cpu = lambda inputs, params, _: call(candidate, inputs, params, torch.device("cpu"))  # noqa: E731
+    on_cpu = lambda inputs, params, _: call(candidate, inputs, params, torch.device("cpu"), ())  # noqa: E731
     return list(invariance.check(kernel, case, KERNEL.inputs(case), on_cpu, schedule, graphs=False))
 
 

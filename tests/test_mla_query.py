@@ -623,7 +623,7 @@ def broken(candidate: Callable[..., Any], *tried: Any) -> set[str]:
         dataclasses.replace(KERNEL, properties=tried),
         SEVERAL,
         KERNEL.inputs(SEVERAL),
-        lambda x, params, graph: call_candidate(candidate, x, params, torch.device("cpu")),
+        lambda x, params, graph: call_candidate(candidate, x, params, torch.device("cpu"), KERNEL.written(params)),
         None,
         graphs=False,
     )
