@@ -18,7 +18,6 @@ from reference import fmha as reference
 from tools.adapters import exact
 
 KERNEL = goldens.KERNELS["fmha"]
-SCHEDULES = ("k2", *WGMMA)
 Candidate = Callable[[Tensors, Any], Tensors]
 
 SQUARE = make_case(64, True, 64, "normal", batch=2)
@@ -45,9 +44,10 @@ HOLDING = [(case, schedule) for case in (SQUARE, GROUPED, PACKED, SHORT, NAN) fo
 def test_exact_models_have_every_property(case: Case, schedule: str) -> None:
     outcomes = tried(case, exact.make("fmha", schedule), schedule)
     assert violated(outcomes) == set()
-    skipped = [x.name for x in outcomes if not isinstance(x, Verdict)]
-    assert skipped == (["packed"] if schedule == "k2" else [])
-    assert len(outcomes) - len(skipped) >= 10
+    assert all(isinstance(x, Verdict) for x in outcomes)
+    assert len(outcomes) >= 10
+    if case.dims["batch"] > 1:
+        assert any(x.output.startswith("packed") for x in outcomes) == (schedule != "k2")
 
 
 def names(case: Case) -> dict[str, bool]:

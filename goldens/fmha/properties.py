@@ -88,7 +88,8 @@ def _batch_as_packed(case: Case, inputs: Tensors, params: Params) -> list[Varian
     places = [
         ((_ALL, slice(i * rows, (i + 1) * rows)), slice(i * query_heads, (i + 1) * query_heads)) for i in range(batch)
     ]
-    return [Variant("packed", _pack(apart), params, _parts(*places), may_refuse=True, batch=True)]
+    parts = _parts(*places)
+    return [Variant("packed", _pack(apart), params, parts, may_refuse=True, not_owed_by=("k2",), batch=True)]
 
 
 def causality(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
