@@ -220,7 +220,8 @@ def edge_rows(kernel: str, rows: tuple[int, ...], width: int) -> Tensor:
 
 def _edge(label: str, rows: int) -> Tensors:
     kv = edge_rows("cache_insert", EDGE_ROWS[:rows], LATENT)
-    return _normal(label, rows) | {"kv": kv, "w_kva": edges(kv, EPS, 24)[0]}
+    again = torch.arange(rows) % len(kv)
+    return _normal(label, rows) | {"kv": kv[again], "w_kva": edges(kv, EPS, 24)[0]}
 
 
 def _halfway(latent: float = 1.0) -> Values:

@@ -126,9 +126,9 @@ def _edge(numbers: tuple[int, ...]) -> Values:
 
     def make(label: str, heads: int, rows: int) -> Tensors:
         query = insert.edge_rows("mla_query", numbers[:rows], QUERY)
-        w, columns = insert.edges(query, EPS, HEAD // rows)
+        w, columns = insert.edges(query, EPS, HEAD // len(query))
         taken = columns.flatten()[torch.arange(heads * HEAD) % columns.numel()]
-        return {"query": query, "w_qa": w, **_choosing(heads, taken)}
+        return {"query": query[torch.arange(rows) % len(query)], "w_qa": w, **_choosing(heads, taken)}
 
     return make
 
