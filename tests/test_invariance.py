@@ -1,5 +1,6 @@
 """Invariance: the exact models have every property, what depends on its neighbours or its batch does not."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import goldens
-from goldens import invariance
+from goldens import invariance, store
 from goldens.call import CallFailed, Unsupported, call
 from goldens.case import Case, Tensors
 from goldens.compare import Verdict
+from goldens.judge import Judge
 from goldens.kda.properties import split
 from goldens.store import read_manifest
+from reference.numerics.formats import to_bf16
 from reference.numerics.order import chain_add
 from tools import cli
 from tools.trial import Trial, run
@@ -89,6 +92,28 @@ def by_batch(inputs: Tensors, params: dict[str, Any]) -> Tensors:
 def test_a_sum_split_by_the_batch_is_noticed() -> None:
     case = goldens.attn_res.make_case(1, 5, "normal")
     assert {"token 0 alone: output", "behind others: output"} <= failing(case, by_batch)
+
+
+def test_what_declares_that_the_batch_matters_is_held_to_the_bound_there() -> None:
+    """A token is off by a little in a larger batch: within the bound of the outputs; by much, or by NaN: not."""
+    kernel, case = goldens.KERNELS["attn_res"], goldens.attn_res.make_case(1, 5, "normal")
+    within = Judge(kernel, case, store.compute(kernel, case)).bound(None)
+
+    def refused(error: float, bound: Tensors | None) -> set[str]:
+        def candidate(inputs: Tensors, params: dict[str, Any]) -> Tensors:
+            outputs = kernel.reference.exact(inputs, params, "cluster7")
+            if len(inputs["prefix"]) > 5:
+                outputs["output"] = to_bf16(outputs["output"].to(torch.float32) * (1 + error))
+            return outputs
+
+        on_cpu = lambda x, params, graph: call(candidate, x, params, CPU, kernel.written(params))  # noqa: E731
+        found = invariance.check(kernel, case, kernel.inputs(case), on_cpu, None, graphs=False, within=bound)
+        return {v.output for v in found if isinstance(v, Verdict) and not v.passed}
+
+    assert refused(2.0**-9, None) >= {"behind others: output"}
+    assert refused(2.0**-9, within) == set()
+    assert refused(2.0**-5, within) >= {"behind others: output"}
+    assert refused(math.nan, within) >= {"behind others: output"}
 
 
 def inexact(inputs: Tensors, params: dict[str, Any]) -> Tensors:

@@ -167,6 +167,7 @@ class Trial:
         verdicts: list[Verdict] = []
         skipped: dict[str, NotSupported] = {}
         refused, kernel, graphs = 0, KERNELS[case.kernel], self.device.type == "cuda"
+        within = None if schedule or self._held.batch_invariant else given.judge.bound(None)
 
         def call(inputs: Tensors, params: Any, graph: bool) -> Tensors:
             return self._held.call(case.kernel, schedule, inputs, params, graph)
@@ -174,7 +175,7 @@ class Trial:
         try:
             verdicts += self._form(given, call(inputs, case.params, False), schedule)
             for _ in range(self.repeat if all(v.passed for v in verdicts) else 0):
-                for found in invariance.check(kernel, case, inputs, call, schedule, graphs):
+                for found in invariance.check(kernel, case, inputs, call, schedule, graphs, within):
                     if isinstance(found, Verdict):
                         verdicts.append(found)
                     else:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +43,20 @@ GUARDS = {
 }
 
 
+class Declared(NamedTuple):
+    """What a candidate says of itself."""
+
+    claims: tuple[str, ...] | None
+    outputs: dict[str, tuple[str, ...]] | None
+    batch_invariant: bool
+
+
 class Worker:
     """A candidate by its name, imported now in a process of its own.
 
     seconds: what a call may take before the process is ended, 0 for no limit; the next call starts it again.
-    CandidateError or Missing if it cannot be imported. claims, outputs: as it declares them. guard: what was hidden
-    from it, in words.
+    CandidateError or Missing if it cannot be imported. claims, outputs, batch_invariant: as it declares them. guard:
+    what was hidden from it, in words.
     """
 
     def __init__(self, candidate: str, device: torch.device, seconds: float):
@@ -56,7 +64,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
         self._own = candidate in candidates.ADAPTERS
-        self.claims, self.outputs = self._start()
+        self.claims, self.outputs, self.batch_invariant = self._start()
 
     def call(
         self, kernel: str, schedule: str | None, inputs: Tensors, params: Mapping[str, Any], graph: bool = False
@@ -101,7 +109,7 @@ class Worker:
             process.wait()
         self._channel.close()
 
-    def _start(self) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]] | None]:
+    def _start(self) -> Declared:
         self._channel, channel = socket.socketpair()
         self._control, control = socket.socketpair()
         start = {
@@ -139,7 +147,7 @@ class Worker:
             self.close()
             raise
 
-    def _declared(self, hello: dict[str, Any]) -> tuple[tuple[str, ...] | None, dict[str, tuple[str, ...]] | None]:
+    def _declared(self, hello: dict[str, Any]) -> Declared:
         if "missing" in hello and self._own:
             raise Missing(clean(str(hello["missing"])))
         if "unknown" in hello:
@@ -151,7 +159,9 @@ class Worker:
             raise candidates.CandidateError(f"{self._candidate}: its process does not say what it returns")
         candidates.check_claims(self._candidate, _texts(claims or ()))
         named = {str(kernel): tuple(map(clean_name, _texts(names))) for kernel, names in (outputs or {}).items()}
-        return None if claims is None else _texts(claims), named or None
+        return Declared(
+            None if claims is None else _texts(claims), named or None, hello.get("batch_invariant") is not False
+        )
 
     def _folders(self) -> list[str]:
         """What the process may not have; ``tools`` too, but for the adapters that are in it."""

@@ -41,17 +41,21 @@ def tokens(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
             _tokens(inputs, params, lambda x, t=t: x[t : t + 1].contiguous()),  # type: ignore[misc]
             params,
             _token_parts(params, slice(0, 1), slice(t, t + 1)),
+            batch=True,
         )
         for t in some(count)
     ]
     behind = _token_parts(params, slice(count, 2 * count), slice(0, count))
     others = _tokens(inputs, params, lambda x: torch.cat([_other(x), x]))
     nan = _tokens(inputs, params, lambda x: torch.cat([nan_like(x), x, nan_like(x)]))
-    variants += [Variant("behind others", others, params, behind), Variant("amid NaN", nan, params, behind)]
+    variants += [
+        Variant("behind others", others, params, behind, batch=True),
+        Variant("amid NaN", nan, params, behind, batch=True),
+    ]
     times = -(-MANY // max(count, 1))
     many = _tokens(inputs, params, lambda x: torch.cat([_other(x)] * times + [x]))
     parts = _token_parts(params, slice(times * count, (times + 1) * count), slice(0, count))
-    variants.append(Variant("behind many others", many, params, parts))
+    variants.append(Variant("behind many others", many, params, parts, batch=True))
     if count > 1:
         turned = _tokens(inputs, params, lambda x: x.flip(0).contiguous())
         parts = tuple(
@@ -59,7 +63,7 @@ def tokens(case: Case, inputs: Tensors, params: Params) -> list[Variant]:
             for t in range(count)
             for part in _token_parts(params, slice(t, t + 1), slice(count - 1 - t, count - t))
         )
-        variants.append(Variant("tokens reversed", turned, params, parts))
+        variants.append(Variant("tokens reversed", turned, params, parts, batch=True))
     return variants
 
 

@@ -33,19 +33,19 @@ def rows(*names: str, takes: Callable[[Case, int], bool] = lambda case, count: T
             for name in names:
                 nan[name][row] = inputs[name][row]
             variants += [
-                Variant(f"row {row} alone", alone, params, _row_parts(inputs, row, 0)),
-                Variant(f"row {row} amid NaN", nan, params, _row_parts(inputs, row, row)),
+                Variant(f"row {row} alone", alone, params, _row_parts(inputs, row, 0), batch=True),
+                Variant(f"row {row} amid NaN", nan, params, _row_parts(inputs, row, row), batch=True),
             ]
         if count > 1:
             back = inputs | {name: x.flip(0) for name, x in rows_of.items()}
             order = torch.arange(count).flip(0)
             parts = (Part("output", mine=(order,)), Part("cache"))
-            variants.append(Variant("reverse order", back, params, parts))
+            variants.append(Variant("reverse order", back, params, parts, batch=True))
         if takes(case, count + 1):
             more = {name: torch.cat([x[:1].flip(-1), x]) for name, x in rows_of.items() if name != "slots"}
             more["slots"] = torch.cat([torch.full_like(inputs["slots"][:1], -1), inputs["slots"]])
             parts = (Part("output", mine=(slice(1, None),)), Part("cache"))
-            variants.append(Variant("behind another", inputs | more, params, parts))
+            variants.append(Variant("behind another", inputs | more, params, parts, batch=True))
         return variants
 
     return of_rows

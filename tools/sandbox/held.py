@@ -17,7 +17,8 @@ SUBNORMAL = 2.0**-130  # of fp32
 class Held:
     """A candidate by its name, imported now; called in this process.
 
-    CandidateError, or Missing, if it cannot be imported. claims, outputs: as it declares them.
+    CandidateError, or Missing, if it cannot be imported. claims, outputs, batch_invariant: as it
+    declares them.
     """
 
     def __init__(self, candidate: str, device: torch.device):
@@ -25,6 +26,7 @@ class Held:
         with _exits_as(lambda said: CandidateError(f"{candidate}: its import {said}")):
             self._loaded = load(candidate)
         self.claims, self.outputs = self._loaded.claims, self._loaded.outputs
+        self.batch_invariant = self._loaded.batch_invariant
         self._made: dict[tuple[str, str | None], Candidate] = {}
         self._modes = [get() for get, _ in MODES]
 

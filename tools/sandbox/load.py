@@ -23,12 +23,14 @@ class Loaded:
     """A candidate that is ready to be called.
 
     make: by kernel and schedule (None: it claims none). claims: the schedules whose bits it says it has, None for all.
-    outputs: those that it returns, where that is less than the interface's; by kernel, "" for any.
+    outputs: those that it returns, where that is less than the interface's; by kernel, "" for any. batch_invariant:
+    whether a sequence has the same bits in every batch.
     """
 
     make: Callable[[str, str | None], Candidate]
     claims: tuple[str, ...] | None = ()
     outputs: dict[str, tuple[str, ...]] | None = None
+    batch_invariant: bool = True
 
 
 def load(candidate: str) -> Loaded:
@@ -37,13 +39,18 @@ def load(candidate: str) -> Loaded:
         return Loaded(importlib.import_module(f"tools.adapters.{candidate}").make, claims=None)
     if candidate in ADAPTERS:
         module = importlib.import_module(f"tools.adapters.{candidate}")
-        return Loaded(lambda kernel, schedule: module.candidate, outputs=getattr(module, "OUTPUTS", None))
+        outputs, batch_invariant = getattr(module, "OUTPUTS", None), getattr(module, "BATCH_INVARIANT", True)
+        return Loaded(lambda kernel, schedule: module.candidate, outputs=outputs, batch_invariant=batch_invariant)
     place, _, name = candidate.rpartition(":")
     function = getattr(_module(place), name, None)
     if not callable(function):
         raise CandidateError(f"{place} has no function {name}")
     claims, outputs = (declared(function, f"{name}.{attribute}") for attribute in ("schedules", "outputs"))
-    return Loaded(lambda kernel, schedule: function, claims or (), {"": outputs} if outputs else None)
+    batch_invariant = getattr(function, "batch_invariant", True)
+    if not isinstance(batch_invariant, bool):
+        raise CandidateError(f"{name}.batch_invariant: got {batch_invariant!r}, allowed are True and False")
+    returned = {"": outputs} if outputs else None
+    return Loaded(lambda kernel, schedule: function, claims or (), returned, batch_invariant)
 
 
 def declared(function: Callable, what: str) -> tuple[str, ...] | None:

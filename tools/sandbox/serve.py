@@ -25,7 +25,7 @@ def serve(channel: socket.socket, candidate: str, device: str) -> None:
         return channel.sendall(pack({"missing": clean(str(error))}))
     except Exception as error:  # of attributes that do more than to be there
         return channel.sendall(pack({"unknown": f"{candidate}: looking at it {words(error)}"}))
-    channel.sendall(pack({"claims": held.claims, "outputs": held.outputs}))
+    channel.sendall(pack({"claims": held.claims, "outputs": held.outputs, "batch_invariant": held.batch_invariant}))
     while True:
         try:
             request, inputs = unpack(lambda count: _read(channel, count), sys.maxsize)
