@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+import goldens
 from goldens.case import Tensors
 from tools import candidates
 from tools.sandbox.held import Held
@@ -18,13 +19,15 @@ class InProcess:
     def __init__(self, candidate: str, device: torch.device, seconds: float):
         self._held = Held(candidate, device)
         self.claims, self.outputs = self._held.claims, self._held.outputs
+        self.batch_invariant = self._held.batch_invariant
         candidates.check_claims(candidate, self.claims or ())
 
     def call(
         self, kernel: str, schedule: str | None, inputs: Tensors, params: Mapping[str, Any], graph: bool = False
     ) -> Tensors:
         """As Worker's."""
-        return self._held.call(kernel, schedule, inputs, params, graph)
+        written = goldens.KERNELS[kernel].written(params)
+        return self._held.call(kernel, schedule, inputs, params, written, graph)
 
     def close(self) -> None:
         """Nothing is held."""

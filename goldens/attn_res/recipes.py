@@ -274,9 +274,12 @@ def _half_nan(case: Case) -> Tensors:
 def _three_kinds(case: Case) -> Tensors:
     """Every token is one of three, in an order of no period: many tokens in few different rows."""
     x = _normal(case)
-    kinds = draw.integers(f"{case.id}/kinds", (case.dims["tokens"],), 0, 3)
-    axes = {"delta": 1 if case.params["slots"] else 0, "prefix": 0, "blocks": 0}
-    return x | {name: x[name].index_select(axis, kinds) for name, axis in axes.items()}
+    tokens = case.dims["tokens"]
+    kinds = draw.integers(f"{case.id}/kinds", (tokens,), 0, min(3, tokens))
+    for name in ("delta", "prefix", "blocks"):
+        rows = x[name].transpose(0, 1) if name == "delta" and case.params["slots"] else x[name]
+        rows[:tokens] = rows[kinds]
+    return x
 
 
 def _nan(case: Case) -> Tensors:
