@@ -16,7 +16,7 @@ import goldens
 from goldens import store
 from goldens.compare import Verdict
 from goldens.fmha import bounds
-from goldens.judge import judge, select
+from goldens.judge import Judge
 from reference import fmha as reference
 from reference.fmha import scale_of, visible
 from reference.numerics.formats import to_bf16
@@ -82,15 +82,15 @@ def attention(
 
 
 @cache
-def golden(name: str) -> dict[str, Tensor]:
-    return store.obtain(KERNEL, JUDGED[name], store.read_manifest())
+def judge_of(name: str) -> Judge:
+    return Judge(KERNEL, JUDGED[name], store.obtain(KERNEL, JUDGED[name], store.read_manifest()))
 
 
 def verdict(name: str, **roundings: Any) -> Verdict:
     """By the model, of a candidate that claims no schedule."""
     case = JUDGED[name]
-    outputs = attention(select(golden(name), "in/"), case.params, **roundings)
-    [found] = judge(KERNEL, case, golden(name), {"o": outputs["o"]}, None, ("o",))
+    outputs = attention(judge_of(name).inputs, case.params, **roundings)
+    [found] = judge_of(name)({"o": outputs["o"]}, None, ("o",))
     return found
 
 
@@ -126,8 +126,8 @@ LEGAL: dict[str, dict[str, Any]] = {
 def test_what_public_kernels_do_passes(options: dict[str, Any]) -> None:
     """o and lse, on every case."""
     for name, case in JUDGED.items():
-        outputs = attention(select(golden(name), "in/"), case.params, **options)
-        failed = [v for v in judge(KERNEL, case, golden(name), outputs, None) if not v.passed]
+        outputs = attention(judge_of(name).inputs, case.params, **options)
+        failed = [v for v in judge_of(name)(outputs, None) if not v.passed]
         assert failed == [], (name, failed[0].reason)
 
 
@@ -149,9 +149,9 @@ WRONG_LSE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_wrong_lse_fails(change: Callable[[Tensor], Tensor]) -> None:
     noticed = False
     for name, case in JUDGED.items():
-        outputs = attention(select(golden(name), "in/"), case.params)
+        outputs = attention(judge_of(name).inputs, case.params)
         outputs["lse"] = change(outputs["lse"])
-        noticed |= any(not v.passed for v in judge(KERNEL, case, golden(name), outputs, None) if v.output == "lse")
+        noticed |= any(not v.passed for v in judge_of(name)(outputs, None) if v.output == "lse")
     assert noticed
 
 
@@ -175,7 +175,11 @@ def test_half_the_weights_rounding_would_fail_a_legal_kernel(monkeypatch: pytest
     """bf16 keeps 8 bits, so half an ULP of 1 is 2^-8: with 2^-9 in its place the attention above would not pass."""
     assert bf16(torch.tensor(1 + 2.0**-8)).item() == 1.0
     monkeypatch.setattr(bounds, "_BF16_OVER_FP32", 2.0**15)
-    assert not verdict(TELLING).passed
+    judge_of.cache_clear()
+    try:
+        assert not verdict(TELLING).passed
+    finally:
+        judge_of.cache_clear()
 
 
 @pytest.mark.parametrize("schedule", ["k2", "wgmma128", "wgmma176"])

@@ -26,7 +26,7 @@ def candidate(inputs: Mapping[str, Tensor], params: Mapping[str, Any]) -> dict[s
     if params["aux"]:
         raise Unsupported("aux: it makes no further copies of the prefix")
     has_delta = params["has_delta"]
-    prefix = inputs["prefix" if has_delta else "delta"]
+    prefix = inputs["prefix"] if has_delta else inputs["delta"].clone()  # it is written to
     output = attn_res(
         prefix,
         inputs["delta"] if has_delta else None,
