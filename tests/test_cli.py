@@ -102,7 +102,20 @@ def test_every_option_is_known_here() -> None:
         # Tested in test_evidence.py.
         *(("evidence", option) for option in ("--check", "--kernel", "--allow-unproven", "--jobs", "--folder")),
         # Tested in test_faults.py.
-        *(("faults", o) for o in ("--kernels", "--compile", "--fault", "--jobs", "--json", "--markdown", "--html")),
+        *(
+            ("faults", o)
+            for o in (
+                "--kernels",
+                "--compile",
+                "--fresh",
+                "--candidates",
+                "--fault",
+                "--jobs",
+                "--json",
+                "--markdown",
+                "--html",
+            )
+        ),
         ("show", "case"),
         ("diff", "first"),
         ("diff", "second"),
@@ -642,11 +655,11 @@ def test_diff_of_equal_files() -> None:
 
 def test_diff_of_files_that_differ(tmp_path: Path) -> None:
     case = goldens.find(SMALL)
-    _, tensors = store.read(store.path_of(case))
+    tensors = store.read_whole(store.path_of(case))
     tensors["in/q"].view(torch.int16)[0, 0, :3] += 2
     del tensors["model/lse"]
     other = tmp_path / "other.safetensors"
-    other.write_bytes(store.to_bytes(case, tensors))
+    other.write_bytes(store.to_bytes(dataclasses.replace(case, whole=True), tensors))
     result = run("diff", store.path_of(case), other)
     assert result.exit_code == 1
     words = dict(line.split(maxsplit=1) for line in result.stdout.splitlines())
@@ -655,7 +668,10 @@ def test_diff_of_files_that_differ(tmp_path: Path) -> None:
     assert words["in/k"] == "equal"
 
 
-def test_a_schedule_whose_cases_are_on_demand() -> None:
+def test_a_schedule_whose_cases_are_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = goldens.KERNELS["kda"]
+    cases = [dataclasses.replace(c, committed=c.committed and "scan416" not in str(c.schedules)) for c in kernel.cases]
+    monkeypatch.setitem(goldens.KERNELS, "kda", dataclasses.replace(kernel, cases=tuple(cases)))
     result = run("report", "--kernel", "kda", "--schedule", "chunk16_scan416")
     assert result.exit_code == 2
     assert "it has cases on demand, named by --case, such as kda/t" in result.stderr

@@ -150,8 +150,17 @@ def test_every_recipe_has_a_committed_case_and_every_id_is_unique() -> None:
     assert len({case.id for case in KERNEL.cases}) == len(KERNEL.cases)
 
 
+# Tensors that a recipe makes the same for all cases.
+NOT_DRAWN = {("ties", "q"), ("means", "q"), ("means", "v"), ("own", "q"), ("own", "k")}
+
+
 def test_no_two_cases_share_their_values() -> None:
-    drawn = [x for case in KERNEL.cases for n, x in KERNEL.inputs(case).items() if (case.recipe, n) != ("ties", "q")]
+    drawn = [
+        x
+        for case in KERNEL.cases
+        for n, x in KERNEL.inputs(case).items()
+        if (case.recipe, n) not in NOT_DRAWN and not n.startswith("cu_seqlens")
+    ]
     assert len({store.digest(x.reshape(-1)[:512]) for x in drawn}) == len(drawn)
 
 

@@ -125,7 +125,7 @@ def test_scale_and_lower_bound_are_rounded_to_fp32(run: Callable, number: dict[s
     assert torch.equal(got, want)
 
 
-HOSTILE = ("nan", "inf-state")  # recipes of which the oracle does not decide on all
+HOSTILE = ("nan", "inf-state", "strange")  # recipes of which the oracle does not decide on all
 JUDGED = [c for c in COMMITTED if c.exact_only is None and c.recipe.partition("@")[0] not in HOSTILE]
 
 
