@@ -54,6 +54,7 @@ def damage(path: Path) -> None:
 
 
 REPORTING = (
+    "--all",
     *("--kernel", "--case", "--schedule", "--shard"),
     *("--json", "--markdown", "--html", "--against"),
 )
@@ -675,6 +676,22 @@ def test_a_schedule_whose_cases_are_on_demand(monkeypatch: pytest.MonkeyPatch) -
     result = run("report", "--kernel", "kda", "--schedule", "chunk16_scan416")
     assert result.exit_code == 2
     assert "it has cases on demand, named by --case, such as kda/t" in result.stderr
+
+
+def test_two_reports_need_two_files(tmp_path: Path) -> None:
+    file = tmp_path / "report"
+    result = run("report", "--case", SMALL, "--json", file, "--html", tmp_path / "." / "report")
+    assert (result.exit_code, "is named twice" in result.stderr) == (2, True)
+    assert not file.exists()
+
+
+def test_all_takes_the_cases_on_demand(twin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[str] = []
+    monkeypatch.setattr(cli, "judge_exact_case", lambda case, *_: judged.append(case.name) or [])
+    run("report", "--kernel", twin)
+    assert "d64-on-demand" not in judged
+    run("report", "--kernel", twin, "--all")
+    assert "d64-on-demand" in judged
 
 
 def test_diff_with_a_file_that_is_no_golden(tmp_path: Path) -> None:

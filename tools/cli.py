@@ -54,6 +54,7 @@ AgainstFile = Annotated[Path | None, typer.Option("--against", help="Also say wh
 ScheduleOption = Annotated[
     str | None, typer.Option("--schedule", help="Only this schedule, and its bits are demanded.")
 ]
+AllOption = Annotated[bool, typer.Option("--all", help="The on-demand cases too.")]
 ShardOption = Annotated[str | None, typer.Option("--shard", help="I/N: only the I-th of N parts of the cases.")]
 
 
@@ -135,7 +136,7 @@ def regenerate(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if anything differs.")] = False,
     kernel: KernelOption = None,
     case: CaseOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="The on-demand cases too.")] = False,
+    everything: AllOption = False,
     folder: Annotated[Path | None, typer.Option("--out", help="Compare with and write to this folder.")] = None,
     shard: ShardOption = None,
 ) -> None:
@@ -228,6 +229,17 @@ def read_report(path: Path | None) -> Any:
     return old
 
 
+def files_of(json_file: Path | None, markdown: Path | None, html: Path | None, against: Path | None) -> Files:
+    """Where a report goes; wrong usage ends the command before anything runs."""
+    named = [path.absolute() for path in (json_file, markdown, html) if path]
+    twice = next((path for path in named if named.count(path) > 1), None)
+    if twice:
+        raise fail(
+            f"--json, --markdown, --html: {twice} is named twice, each report needs a file of its own", Exit.USAGE
+        )
+    return Files(json_file, markdown, html, read_report(against))
+
+
 def publish(
     results: Sequence[report.Result],
     title: str,
@@ -296,6 +308,7 @@ def verify(
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds that a call may take; 0: no limit.")
     ] = trial.SECONDS,
+    everything: AllOption = False,
     shard: ShardOption = None,
     json_file: JsonFile = None,
     markdown: MarkdownFile = None,
@@ -314,8 +327,8 @@ def verify(
         cases_of.check_device(candidate, device)
     except cases_of.UsageError as error:
         raise fail(f"--{error}", Exit.USAGE) from None
-    cases = choose(kernel, case, shard=shard, schedule=schedule)
-    files = Files(json_file, markdown, html, read_report(against))
+    cases = choose(kernel, case, everything, shard, schedule)
+    files = files_of(json_file, markdown, html, against)
     end_on_signals()
     try:
         manifest = store.read_manifest()  # before the candidate, whose import may do anything to files
@@ -355,6 +368,7 @@ def make_report(
     kernel: KernelOption = None,
     case: CaseOption = None,
     schedule: ScheduleOption = None,
+    everything: AllOption = False,
     shard: ShardOption = None,
     json_file: JsonFile = None,
     markdown: MarkdownFile = None,
@@ -362,10 +376,8 @@ def make_report(
     against: AgainstFile = None,
 ) -> None:
     """Judge the exact models as they stand by the goldens, the model and the oracle; needs no GPU."""
-    cases, files = (
-        choose(kernel, case, shard=shard, schedule=schedule),
-        Files(json_file, markdown, html, read_report(against)),
-    )
+    cases = choose(kernel, case, everything, shard, schedule)
+    files = files_of(json_file, markdown, html, against)
     results = judge_exact(cases, schedule)
     publish(results, "Exact models against model and oracle", files, cases=chosen(cases, kernel, case, shard, schedule))
 
@@ -379,7 +391,7 @@ def export_goldens(
     folder: Annotated[Path, typer.Option("--out", help="Where the files go; a new folder, or an empty one.")],
     kernel: KernelOption = None,
     case: CaseOption = None,
-    everything: Annotated[bool, typer.Option("--all", help="The on-demand cases too.")] = False,
+    everything: AllOption = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an older export.")] = False,
 ) -> None:
     """Write inputs and expected outputs as plain files, for users of other languages; their README comes with them."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 SEEN = "goldens-seen"  # a property of a test's report: what of a case was judged
-ALONE = ("kernel", "case", "device", "schedule", "invariance", "fresh", "fresh_seed", "partial")
+ALONE = ("kernel", "all_cases", "case", "device", "schedule", "invariance", "fresh", "fresh_seed", "partial")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--candidate", help="package.module:function, FILE.py:function, or a name of `goldens candidates`")
     group.addoption("--kernel", help="the kernel whose interface the candidate has")
     group.addoption("--case", action="append", help="only this case; may be given several times")
+    group.addoption("--all", dest="all_cases", action="store_true", help="the on-demand cases too")
     group.addoption("--device", help="cpu, cuda or cuda:N; by default the sm_90 GPU, and nothing else")
     group.addoption("--schedule", help="only this schedule, and its bits are demanded")
     group.addoption("--invariance", action="store_true", help="try what must hold whatever the schedule instead")
@@ -54,7 +55,9 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         given = [name for name in ALONE if getattr(options, name)]
         if given:
-            raise pytest.UsageError(f"--{given[0].replace('_', '-')}: is an option of --candidate, which is missing")
+            raise pytest.UsageError(
+                f"--{given[0].replace('all_cases', 'all').replace('_', '-')}: is an option of --candidate, which is missing"
+            )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -180,7 +183,7 @@ def _items(session: pytest.Session) -> Iterator[CaseItem]:
     try:
         kernel = kernel_of(options.candidate, options.kernel, options.case)
         check_device(options.candidate, options.device)
-        cases = choose(kernel, options.case, schedule=options.schedule)
+        cases = choose(kernel, options.case, options.all_cases, schedule=options.schedule)
         seconds = SECONDS if options.candidate_timeout is None else options.candidate_timeout
         session.config.stash[_MANIFEST] = store.read_manifest()  # before the candidate is imported
         fresh = seeds(options.fresh, options.fresh_seed)
