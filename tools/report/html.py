@@ -194,7 +194,7 @@ class Failure:
     @property
     def where(self) -> str:
         """Where its elements lie, or what else is wrong."""
-        return "; ".join(filter(None, (self.verdict.place, place(self.verdict)))) or self.verdict.reason
+        return place(self.verdict) or self.verdict.place or self.verdict.reason
 
 
 @dataclass(frozen=True)
