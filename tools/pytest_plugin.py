@@ -55,9 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         given = [name for name in ALONE if getattr(options, name)]
         if given:
-            raise pytest.UsageError(
-                f"--{given[0].replace('all_cases', 'all').replace('_', '-')}: is an option of --candidate, which is missing"
-            )
+            option = given[0].removesuffix("_cases").replace("_", "-")
+            raise pytest.UsageError(f"--{option}: is an option of --candidate, which is missing")
 
 
 @pytest.hookimpl(tryfirst=True)
