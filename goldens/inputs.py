@@ -57,5 +57,15 @@ def bits_bf16(label: str, shape: tuple[int, ...]) -> Tensor:
     return _bf16(integers(label, shape, 0, 1 << 16))
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """fp64 2^exponent of int64 exponents from −1022 to 1023."""
+    return ((exponent + 1023) << 52).view(torch.float64)
+
+
+def times(x: Tensor, factor: float) -> Tensor:
+    """bf16 nearest to the fp32 product of bf16 ``x`` and a number."""
+    return to_bf16(x.to(torch.float32) * factor)
+
+
 def _bf16(pattern: Tensor) -> Tensor:
     return pattern.to(BF16.integer).view(BF16.dtype)

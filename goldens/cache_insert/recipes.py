@@ -181,7 +181,8 @@ def edges(x: Tensor, eps: float, most: int) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.float64)
     square = (wide * wide).unbind(1)
     mean = sum(square[1:], square[0]) / torch.tensor(float(x.shape[1]), dtype=torch.float64)
-    factors = 1.0 / torch.sqrt(mean + torch.tensor(eps, dtype=torch.float64))
+    root = torch.sqrt(mean + torch.tensor(eps, dtype=torch.float64))
+    factors = torch.ones_like(root) / root
     mantissa = torch.arange(128, 256)
     products = (mantissa[:, None] * mantissa).to(torch.float64) * 2.0**-14
     own = (x.view(torch.int16).to(torch.int64) & 127).tolist()
@@ -190,7 +191,7 @@ def edges(x: Tensor, eps: float, most: int) -> tuple[Tensor, Tensor]:
         in_ulps = torch.frexp(products * factor).mantissa * 256.0
         middle = torch.floor(in_ulps) + 0.5
         off = ((in_ulps - middle).abs() * 2.0**40).to(torch.int64)
-        off = torch.where((middle - 135.5) % 16.0 == 0, off, 1 << 40)
+        off = torch.where((torch.floor(in_ulps).to(torch.int64) - 135) % 16 == 0, off, 1 << 40)
         chosen: list[int] = []
         for pair in off.flatten().argsort(stable=True).tolist():
             mine, weight = divmod(pair, 128)

@@ -135,12 +135,12 @@ def _near_one(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
 
     Of 90 keys one is close to the maximum, the others are 4 to 14 below; each 90 are half of one below those before.
     """
-    x = {name: t * 0.5 for name, t in _normal(label, q, kv).items()}
-    below = draw.integers(f"{label}/below", kv[:2], 64, 224).to(torch.float32) / 16
+    x = {name: draw.times(t, 0.5) for name, t in _normal(label, q, kv).items()}
+    below = draw.integers(f"{label}/below", kv[:2], 64, 224).to(torch.float32) * 2.0**-4
     below[:, 45::90] = 0.0
-    below += torch.arange(kv[1]) // 90 / 2
+    below += (torch.arange(kv[1]) // 90).to(torch.float32) * 0.5
     x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, to_bf16(-below)
-    return x | {"v": x["v"] * 2}
+    return x | {"v": draw.times(x["v"], 2.0)}
 
 
 def _far_below(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
@@ -152,20 +152,20 @@ def _far_below(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
         x["q"][:, row::5, channel] = height
     x["q"][:, 1::5, 4:], x["q"][:, 2::5, 4:] = 0.0, 0.0
     far = -(2.0**20)
-    x["k"][..., 0], x["k"][..., 1] = far, to_bf16(far * 2.0 ** (torch.arange(kv[1]) % 3))
+    x["k"][..., 0], x["k"][..., 1] = far, to_bf16((far * draw.power_of_two(torch.arange(kv[1]) % 3)).to(torch.float32))
     x["k"][:, kv[1] // 2 :, 2], x["k"][:, : kv[1] // 2, 3] = far, far
     return x
 
 
 def _faint(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
     """The middle key has all weight and the value 0; the others' weights, 2^-88 to 2^-136, times huge values are o."""
-    x = {name: t * 0.25 for name, t in _normal(label, q, kv).items()}
+    x = {name: draw.times(t, 0.25) for name, t in _normal(label, q, kv).items()}
     octaves = torch.arange(kv[1]) * 29 % 48 + 88
     x["q"][..., 0] = q[2] ** 0.5
     x["k"][..., 0] = to_bf16(octaves * -0.6931471805599453)
     rest = draw.wide_bf16(f"{label}/v", kv, -2, 1).to(torch.float32)
     # What is flushed weighs a sixteenth: dropped, it changes bits and no mean.
-    x["v"] = to_bf16(torch.ldexp(rest, (octaves - 20 - 4 * (octaves > 124))[:, None]))
+    x["v"] = to_bf16((rest * draw.power_of_two(octaves - 20 - 4 * (octaves > 124))[:, None]).to(torch.float32))
     x["k"][:, kv[1] // 2, 0], x["v"][:, kv[1] // 2] = 0.0, 0.0
     return x
 
@@ -175,13 +175,13 @@ def _vanishing(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
 
     In the second half of the channels the other keys alone have values, whose weights are 2^-16: sums of 2^-149.
     """
-    x = {name: t * 0.5 for name, t in _normal(label, q, kv).items()}
+    x = {name: draw.times(t, 0.5) for name, t in _normal(label, q, kv).items()}
     other = torch.arange(kv[1])[:, None] % 2
-    x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, other[:, 0] * -11.0
+    x["q"][..., 0], x["k"][..., 0] = q[2] ** 0.5, to_bf16(other[:, 0].to(torch.float32) * -11.0)
     steps = draw.integers(f"{label}/v", kv, -3, 4) * draw.integers(f"{label}/some", kv, 0, 2)
     channel = torch.arange(kv[2])
     steps = torch.where(channel < kv[2] // 2, steps, steps * other)
-    return x | {"v": to_bf16(steps.to(torch.float32) * 2.0 ** (channel % 8 - 133.0))}
+    return x | {"v": to_bf16((steps * draw.power_of_two(channel % 8 - 133)).to(torch.float32))}
 
 
 def _own(label: str, q: tuple[int, ...], kv: tuple[int, ...]) -> Tensors:
