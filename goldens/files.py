@@ -21,7 +21,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}-{secrets.token_hex(4)}")
 
 
-def leftovers(folder: Path, name: str = r".+") -> list[Path]:
+def leftovers(folder: Path, name: str) -> list[Path]:
     """Temporary neighbours of files called ``name`` (a regular expression) in a folder, of runs killed or at work."""
     return [path for path in folder.iterdir() if re.fullmatch(rf"\.{name}-[0-9a-f]{{8}}", path.name)]
 
